@@ -1,0 +1,96 @@
+// Storage dtypes and their conversions to and from the float32 of the arithmetic, in integer and
+// IEEE single operations only: the same bits on every platform, and loops over them vectorise.
+// They rely on subnormals being kept (no flush-to-zero in the control word).
+#ifndef JAX_FUSED_ADAMW_CC_CORE_DTYPE_H_
+#define JAX_FUSED_ADAMW_CC_CORE_DTYPE_H_
+
+#include "core/macros.h"
+
+namespace jfa {
+
+using Word32 = unsigned int;
+using Word16 = unsigned short;
+static_assert(sizeof(Word32) == 4 && sizeof(Word16) == 2, "storage words");
+
+enum class DType { kFloat32, kBfloat16, kFloat16 };
+
+JFA_HOST_DEVICE constexpr int SizeOf(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+struct Bfloat16 {
+  Word16 bits;
+};
+
+struct Float16 {
+  Word16 bits;
+};
+
+JFA_HOST_DEVICE float BitsToFloat(Word32 bits) {
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+JFA_HOST_DEVICE Word32 FloatToBits(float value) {
+  Word32 bits;
+  __builtin_memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+JFA_HOST_DEVICE float SquareRoot(float x) { return __builtin_sqrtf(x); }
+
+// --- Load: storage -> float32, always exact -----------------------------------------------------
+
+JFA_HOST_DEVICE float Load(float stored) { return stored; }
+
+JFA_HOST_DEVICE float Load(Bfloat16 stored) {
+  return BitsToFloat(static_cast<Word32>(stored.bits) << 16);
+}
+
+// The exponent and mantissa, moved into float32's places, are off by the difference of the two
+// biases: one exact multiplication by 2^(127 - 15) repairs that, for subnormals too.
+JFA_HOST_DEVICE float Load(Float16 stored) {
+  const Word32 sign = static_cast<Word32>(stored.bits & 0x8000u) << 16;
+  const Word32 magnitude = static_cast<Word32>(stored.bits & 0x7fffu) << 13;
+  const Word32 finite = FloatToBits(BitsToFloat(magnitude) * 0x1p112f);
+  const Word32 inf_or_nan = magnitude | 0x7f800000u;
+  return BitsToFloat(sign | ((stored.bits & 0x7c00u) == 0x7c00u ? inf_or_nan : finite));
+}
+
+// --- Store: float32 -> storage, round to nearest even, NaN stays NaN -----------------------------
+
+template <typename T>
+JFA_HOST_DEVICE T Store(float value);
+
+template <>
+JFA_HOST_DEVICE float Store<float>(float value) {
+  return value;
+}
+
+template <>
+JFA_HOST_DEVICE Bfloat16 Store<Bfloat16>(float value) {
+  const Word32 bits = FloatToBits(value);
+  const Word32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const Word32 quiet_nan = (bits >> 16) | 0x40u;
+  return {static_cast<Word16>(value != value ? quiet_nan : rounded)};
+}
+
+template <>
+JFA_HOST_DEVICE Float16 Store<Float16>(float value) {
+  const Word32 bits = FloatToBits(value);
+  const Word32 sign = (bits >> 16) & 0x8000u;
+  const Word32 magnitude = bits & 0x7fffffffu;
+  // Normal results: rebias the exponent, round the 13 dropped bits; a carry into exponent 31 is
+  // the right overflow to infinity.
+  const Word32 normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  // Subnormal results: 0.5f has an ulp of 2^-24, float16's smallest step, so the addition rounds.
+  const Word32 subnormal = FloatToBits(BitsToFloat(magnitude) + 0.5f) - 0x3f000000u;
+  const Word32 quiet_nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
+  Word32 result = magnitude < (113u << 23) ? subnormal : normal;
+  result = magnitude >= (143u << 23) ? 0x7c00u : result;
+  result = magnitude > 0x7f800000u ? quiet_nan : result;
+  return {static_cast<Word16>(sign | result)};
+}
+
+}  // namespace jfa
+
+#endif  // JAX_FUSED_ADAMW_CC_CORE_DTYPE_H_

@@ -1,0 +1,13 @@
+#ifndef JAX_FUSED_ADAMW_CC_CPU_HANDLERS_H_
+#define JAX_FUSED_ADAMW_CC_CPU_HANDLERS_H_
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jfa::cpu {
+
+// Operands and results as ffi/operands.h lists them.
+XLA_FFI_Handler* UpdateHandler();
+
+}  // namespace jfa::cpu
+
+#endif  // JAX_FUSED_ADAMW_CC_CPU_HANDLERS_H_

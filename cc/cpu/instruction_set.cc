@@ -1,0 +1,53 @@
+#include <cstdlib>
+#include <cstring>
+
+#include "cpu/kernels.h"
+
+namespace jfa::cpu {
+namespace {
+
+struct Supported {
+  InstructionSet sets[3];
+  int count = 0;
+
+  void Add(const char* name, UpdateBlockFn update_block) { sets[count++] = {name, update_block}; }
+};
+
+Supported Detect() {
+  Supported supported;
+#if defined(JFA_X86_KERNELS)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    supported.Add("avx512", avx512::UpdateOneBlock);
+  }
+  if (__builtin_cpu_supports("avx2")) supported.Add("avx2", avx2::UpdateOneBlock);
+#endif
+  supported.Add("portable", portable::UpdateOneBlock);
+  return supported;
+}
+
+const Supported& Detected() {
+  static const Supported supported = Detect();
+  return supported;
+}
+
+}  // namespace
+
+const InstructionSet* SupportedInstructionSets(int* count) {
+  *count = Detected().count;
+  return Detected().sets;
+}
+
+const InstructionSet& SelectInstructionSet() {
+  static const InstructionSet& selected = []() -> const InstructionSet& {
+    const Supported& supported = Detected();
+    const char* wanted = std::getenv("JAX_FUSED_ADAMW_CPU_ISA");
+    for (int i = 0; wanted != nullptr && i < supported.count; ++i) {
+      if (std::strcmp(wanted, supported.sets[i].name) == 0) return supported.sets[i];
+    }
+    return supported.sets[0];
+  }();
+  return selected;
+}
+
+}  // namespace jfa::cpu

@@ -1,0 +1,66 @@
+// The CPU kernel's interface: one block of one leaf. Compiled once for each instruction set from
+// cpu/update_block.inl; SelectUpdateBlock picks the widest that the processor has.
+#ifndef JAX_FUSED_ADAMW_CC_CPU_KERNELS_H_
+#define JAX_FUSED_ADAMW_CC_CPU_KERNELS_H_
+
+#include <cstdint>
+
+#include "core/adamw.h"
+#include "core/dtype.h"
+
+namespace jfa::cpu {
+
+// What is the same for every block of a member.
+struct UpdateStep {
+  AdamWScalars scalars;
+  GradientUnscale unscale;
+  Amsgrad amsgrad;
+  bool nesterov;
+  bool write_params;  // out is the new parameter, else the update
+  bool skip;
+};
+
+// Pointers already stand at the block's first element. An output is its input's buffer or does
+// not overlap any input.
+struct UpdateBlock {
+  const void* param;
+  const void* grad;
+  const float* mu;
+  const float* nu;
+  const float* nu_max;
+  void* out;
+  float* mu_out;
+  float* nu_out;
+  float* nu_max_out;
+  std::int64_t num_elements;
+  DType param_dtype;
+  DType grad_dtype;
+  float weight_decay;
+};
+
+using UpdateBlockFn = void (*)(const UpdateStep&, const UpdateBlock&);
+
+struct InstructionSet {
+  const char* name;
+  UpdateBlockFn update_block;
+};
+
+// All sets this processor can run, widest first; the last is always "portable".
+const InstructionSet* SupportedInstructionSets(int* count);
+
+// The widest one, or the one named by JAX_FUSED_ADAMW_CPU_ISA where that is supported.
+const InstructionSet& SelectInstructionSet();
+
+namespace portable {
+void UpdateOneBlock(const UpdateStep& step, const UpdateBlock& block);
+}
+namespace avx2 {
+void UpdateOneBlock(const UpdateStep& step, const UpdateBlock& block);
+}
+namespace avx512 {
+void UpdateOneBlock(const UpdateStep& step, const UpdateBlock& block);
+}
+
+}  // namespace jfa::cpu
+
+#endif  // JAX_FUSED_ADAMW_CC_CPU_KERNELS_H_

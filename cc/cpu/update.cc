@@ -1,0 +1,49 @@
+#include "cpu/update.h"
+
+namespace jfa::cpu {
+namespace {
+
+const void* Advance(const void* pointer, DType dtype, std::int64_t elements) {
+  return static_cast<const char*>(pointer) + elements * SizeOf(dtype);
+}
+
+void* Advance(void* pointer, DType dtype, std::int64_t elements) {
+  return static_cast<char*>(pointer) + elements * SizeOf(dtype);
+}
+
+}  // namespace
+
+std::vector<UpdateStep> MakeSteps(const StepOperands& operands, const UpdateOptions& options) {
+  std::vector<UpdateStep> steps(static_cast<std::size_t>(options.members));
+  for (std::int64_t member = 0; member < options.members; ++member) {
+    const AdamWHyper hyper = operands.ReadHyper(member);
+    UpdateStep& step = steps[static_cast<std::size_t>(member)];
+    step.scalars = MakeScalars(hyper, operands.step.Read(member), options.nesterov);
+    step.unscale = MakeUnscale(hyper.gradient_scale, options.maximize);
+    step.amsgrad = options.amsgrad;
+    step.nesterov = options.nesterov;
+    step.write_params = options.write_params;
+    step.skip = operands.skip_update.Read(member) != 0;
+  }
+  return steps;
+}
+
+UpdateBlock MakeBlock(const LeafOperands& leaf, const Block& where, const UpdateStep& step) {
+  UpdateBlock block;
+  block.param = Advance(leaf.param, leaf.param_dtype, where.begin);
+  block.grad = Advance(leaf.grad, leaf.grad_dtype, where.begin);
+  block.mu = leaf.mu + where.begin;
+  block.nu = leaf.nu + where.begin;
+  block.out = Advance(leaf.out, leaf.param_dtype, where.begin);
+  block.mu_out = leaf.mu_out + where.begin;
+  block.nu_out = leaf.nu_out + where.begin;
+  block.nu_max = leaf.nu_max == nullptr ? nullptr : leaf.nu_max + where.begin;
+  block.nu_max_out = leaf.nu_max_out == nullptr ? nullptr : leaf.nu_max_out + where.begin;
+  block.num_elements = where.elements;
+  block.param_dtype = leaf.param_dtype;
+  block.grad_dtype = leaf.grad_dtype;
+  block.weight_decay = leaf.decays ? step.scalars.weight_decay : 0.0f;
+  return block;
+}
+
+}  // namespace jfa::cpu

@@ -1,0 +1,178 @@
+// The CPU kernel. Included by one .cc for each instruction set, which defines JFA_ISA.
+//
+// A block is worked on in tiles that stay in the L1 cache. Low-precision gradients and parameters,
+// and gradients that need a scale, pass through a float32 buffer of one tile, so the update loop
+// sees float32 only and is instantiated for its options, not for every pair of dtypes. float32
+// buffers are used where they lie.
+//
+// No function of the standard library may be called here: the linker could serve a copy of it
+// that was compiled for another instruction set.
+
+namespace jfa::cpu::JFA_ISA {
+namespace {
+
+// 3 buffers of 4 KiB beside the tile's own 20 KiB: inside a 32 KiB L1 data cache.
+constexpr std::int64_t kTileElements = 1024;
+
+// Every pass over a tile is elementwise, and an output is either its input or apart from it, so
+// no iteration depends on another. (OpenMP's simd would say the same, but keeps the functor's
+// structs in memory, and the loop then stays scalar.)
+#if defined(__clang__)
+#define JFA_ELEMENTWISE _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define JFA_ELEMENTWISE _Pragma("GCC ivdep")
+#endif
+
+template <typename T>
+void LoadTile(const void* source, std::int64_t begin, std::int64_t n, float* tile) {
+  const T* values = static_cast<const T*>(source) + begin;
+  JFA_ELEMENTWISE
+  for (std::int64_t i = 0; i < n; ++i) tile[i] = Load(values[i]);
+}
+
+template <typename T>
+void StoreTile(const float* tile, void* target, std::int64_t begin, std::int64_t n) {
+  T* values = static_cast<T*>(target) + begin;
+  JFA_ELEMENTWISE
+  for (std::int64_t i = 0; i < n; ++i) values[i] = Store<T>(tile[i]);
+}
+
+// The tile's float32 values: the source itself, or `buffer` filled from it.
+const float* TileOf(const void* source, DType dtype, std::int64_t begin, std::int64_t n,
+                    float* buffer) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return static_cast<const float*>(source) + begin;
+    case DType::kBfloat16:
+      LoadTile<Bfloat16>(source, begin, n, buffer);
+      return buffer;
+    default:
+      LoadTile<Float16>(source, begin, n, buffer);
+      return buffer;
+  }
+}
+
+void StoreTileAs(DType dtype, const float* tile, void* target, std::int64_t begin,
+                 std::int64_t n) {
+  if (dtype == DType::kBfloat16) StoreTile<Bfloat16>(tile, target, begin, n);
+  if (dtype == DType::kFloat16) StoreTile<Float16>(tile, target, begin, n);
+}
+
+const float* UnscaleTile(const GradientUnscale& unscale, const float* grad, std::int64_t n,
+                         float* buffer) {
+  if (unscale.exact_reciprocal && unscale.reciprocal == 1.0f) return grad;
+  if (unscale.exact_reciprocal) {
+    JFA_ELEMENTWISE
+    for (std::int64_t i = 0; i < n; ++i) buffer[i] = unscale.Multiply(grad[i]);
+  } else {
+    JFA_ELEMENTWISE
+    for (std::int64_t i = 0; i < n; ++i) buffer[i] = unscale.Divide(grad[i]);
+  }
+  return buffer;
+}
+
+struct Tile {
+  const float* param;
+  const float* grad;
+  const float* mu;
+  const float* nu;
+  const float* nu_max;
+  float* out;
+  float* mu_out;
+  float* nu_out;
+  float* nu_max_out;
+  std::int64_t n;
+  float weight_decay;
+};
+
+template <Amsgrad kAmsgrad, bool kNesterov, bool kWriteParams>
+void UpdateTile(const AdamWScalars& scalars, const Tile& tile) {
+  const AdamW<kAmsgrad, kNesterov> adamw{scalars};
+  const Tile t = tile;  // a local copy: stores through float* cannot change it
+  JFA_ELEMENTWISE
+  for (std::int64_t i = 0; i < t.n; ++i) {
+    Moments moments{t.mu[i], t.nu[i], 0.0f};
+    if (kAmsgrad != Amsgrad::kOff) moments.nu_max = t.nu_max[i];
+    const float param = t.param[i];
+    const ElementUpdate next = adamw(param, t.grad[i], moments, t.weight_decay);
+    t.out[i] = kWriteParams ? param + next.update : next.update;
+    t.mu_out[i] = next.moments.mu;
+    t.nu_out[i] = next.moments.nu;
+    if (kAmsgrad != Amsgrad::kOff) t.nu_max_out[i] = next.moments.nu_max;
+  }
+}
+
+using UpdateTileFn = void (*)(const AdamWScalars&, const Tile&);
+
+template <Amsgrad kAmsgrad>
+UpdateTileFn SelectUpdateTile(bool nesterov, bool write_params) {
+  if (nesterov) {
+    return write_params ? UpdateTile<kAmsgrad, true, true> : UpdateTile<kAmsgrad, true, false>;
+  }
+  return write_params ? UpdateTile<kAmsgrad, false, true> : UpdateTile<kAmsgrad, false, false>;
+}
+
+UpdateTileFn SelectUpdateTile(const UpdateStep& step) {
+  switch (step.amsgrad) {
+    case Amsgrad::kUncorrected:
+      return SelectUpdateTile<Amsgrad::kUncorrected>(step.nesterov, step.write_params);
+    case Amsgrad::kCorrected:
+      return SelectUpdateTile<Amsgrad::kCorrected>(step.nesterov, step.write_params);
+    default:
+      return SelectUpdateTile<Amsgrad::kOff>(step.nesterov, step.write_params);
+  }
+}
+
+void CopyUnlessSame(const void* from, void* to, std::int64_t bytes) {
+  if (from != to) __builtin_memcpy(to, from, static_cast<unsigned long>(bytes));
+}
+
+// A skipped step: state and parameters keep their bits, the update is -0.0, which leaves every
+// parameter, +0.0 and -0.0 alike, as it is under addition.
+void SkipBlock(const UpdateStep& step, const UpdateBlock& block) {
+  const std::int64_t n = block.num_elements;
+  if (step.write_params) {
+    CopyUnlessSame(block.param, block.out, n * SizeOf(block.param_dtype));
+  } else if (block.param_dtype == DType::kFloat32) {
+    for (std::int64_t i = 0; i < n; ++i) static_cast<float*>(block.out)[i] = -0.0f;
+  } else {
+    // bfloat16 and float16 share the pattern of -0.0.
+    for (std::int64_t i = 0; i < n; ++i) static_cast<Word16*>(block.out)[i] = 0x8000u;
+  }
+  const std::int64_t moment_bytes = n * SizeOf(DType::kFloat32);
+  CopyUnlessSame(block.mu, block.mu_out, moment_bytes);
+  CopyUnlessSame(block.nu, block.nu_out, moment_bytes);
+  if (step.amsgrad != Amsgrad::kOff) CopyUnlessSame(block.nu_max, block.nu_max_out, moment_bytes);
+}
+
+}  // namespace
+
+void UpdateOneBlock(const UpdateStep& step, const UpdateBlock& block) {
+  if (step.skip) return SkipBlock(step, block);
+  alignas(64) float param_buffer[kTileElements];
+  alignas(64) float grad_buffer[kTileElements];
+  alignas(64) float out_buffer[kTileElements];
+  const UpdateTileFn update_tile = SelectUpdateTile(step);
+  const bool direct_out = block.param_dtype == DType::kFloat32;
+  for (std::int64_t begin = 0; begin < block.num_elements; begin += kTileElements) {
+    const std::int64_t left = block.num_elements - begin;
+    const std::int64_t n = left < kTileElements ? left : kTileElements;
+    const float* grad = TileOf(block.grad, block.grad_dtype, begin, n, grad_buffer);
+    Tile tile;
+    tile.param = TileOf(block.param, block.param_dtype, begin, n, param_buffer);
+    tile.grad = UnscaleTile(step.unscale, grad, n, grad_buffer);
+    tile.out = direct_out ? static_cast<float*>(block.out) + begin : out_buffer;
+    tile.mu = block.mu + begin;
+    tile.nu = block.nu + begin;
+    tile.mu_out = block.mu_out + begin;
+    tile.nu_out = block.nu_out + begin;
+    tile.nu_max = step.amsgrad == Amsgrad::kOff ? nullptr : block.nu_max + begin;
+    tile.nu_max_out = step.amsgrad == Amsgrad::kOff ? nullptr : block.nu_max_out + begin;
+    tile.n = n;
+    tile.weight_decay = block.weight_decay;
+    update_tile(step.scalars, tile);
+    if (!direct_out) StoreTileAs(block.param_dtype, out_buffer, block.out, begin, n);
+  }
+}
+
+}  // namespace jfa::cpu::JFA_ISA

@@ -1,0 +1,184 @@
+#include "ffi/operands.h"
+
+#include <cstddef>
+
+namespace jfa {
+namespace {
+
+namespace ffi = xla::ffi;
+
+ffi::Error Invalid(const std::string& message) {
+  return ffi::Error::InvalidArgument("jax_fused_adamw: " + message);
+}
+
+std::string LeafName(const char* kind, std::size_t leaf) {
+  return std::string(kind) + " of leaf " + std::to_string(leaf);
+}
+
+// Pulls typed views out of the two variadic frames and remembers the first failure.
+class Decoder {
+ public:
+  Decoder(ffi::RemainingArgs args, ffi::RemainingRets rets, std::int64_t members)
+      : args_(args), rets_(rets), members_(members) {}
+
+  const ffi::Error& error() const { return error_; }
+  bool ok() const { return error_.success(); }
+
+  ffi::AnyBuffer Argument(std::size_t index) {
+    auto buffer = args_.get<ffi::AnyBuffer>(index);
+    if (!buffer.has_value()) Fail(buffer.error().message());
+    return buffer.has_value() ? *buffer : *args_.get<ffi::AnyBuffer>(0);
+  }
+
+  ffi::AnyBuffer Result(std::size_t index) {
+    auto buffer = rets_.get<ffi::AnyBuffer>(index);
+    if (!buffer.has_value()) Fail(buffer.error().message());
+    return buffer.has_value() ? **buffer : *args_.get<ffi::AnyBuffer>(0);
+  }
+
+  // An operand of `value_elements` elements, or of that many for each member.
+  template <typename T>
+  ScalarOperand<T> Scalar(std::size_t index, ffi::DataType dtype, const char* name,
+                          std::size_t value_rank = 0, std::int64_t value_elements = 1) {
+    const ffi::AnyBuffer buffer = Argument(index);
+    const bool per_member = buffer.dimensions().size() == value_rank + 1;
+    const std::int64_t expected = per_member ? members_ * value_elements : value_elements;
+    if (buffer.element_type() != dtype ||
+        (buffer.dimensions().size() != value_rank && !per_member) ||
+        static_cast<std::int64_t>(buffer.element_count()) != expected) {
+      Fail(std::string(name) + ": expected one value, or one for each member");
+    }
+    return {static_cast<const T*>(buffer.untyped_data()), per_member};
+  }
+
+  DType LeafDType(const ffi::AnyBuffer& buffer, const char* kind, std::size_t leaf) {
+    switch (buffer.element_type()) {
+      case ffi::F32:
+        return DType::kFloat32;
+      case ffi::BF16:
+        return DType::kBfloat16;
+      case ffi::F16:
+        return DType::kFloat16;
+      default:
+        Fail(LeafName(kind, leaf) + ": expected float32, bfloat16 or float16");
+        return DType::kFloat32;
+    }
+  }
+
+  void CheckLike(const ffi::AnyBuffer& buffer, const ffi::AnyBuffer& param, ffi::DataType dtype,
+                 const char* kind, std::size_t leaf) {
+    if (buffer.element_count() != param.element_count()) {
+      Fail(LeafName(kind, leaf) + ": expected " + std::to_string(param.element_count()) +
+           " elements, got " + std::to_string(buffer.element_count()));
+    }
+    if (buffer.element_type() != dtype) Fail(LeafName(kind, leaf) + ": unexpected dtype");
+  }
+
+  const float* Moment(std::size_t index, const ffi::AnyBuffer& param, const char* kind,
+                      std::size_t leaf) {
+    const ffi::AnyBuffer buffer = Argument(index);
+    CheckLike(buffer, param, ffi::F32, kind, leaf);
+    return static_cast<const float*>(buffer.untyped_data());
+  }
+
+  float* MomentResult(std::size_t index, const ffi::AnyBuffer& param, const char* kind,
+                      std::size_t leaf) {
+    const ffi::AnyBuffer buffer = Result(index);
+    CheckLike(buffer, param, ffi::F32, kind, leaf);
+    return static_cast<float*>(buffer.untyped_data());
+  }
+
+  void Fail(const std::string& message) {
+    if (ok()) error_ = Invalid(message);
+  }
+
+ private:
+  ffi::RemainingArgs args_;
+  ffi::RemainingRets rets_;
+  std::int64_t members_;
+  ffi::Error error_ = ffi::Error::Success();
+};
+
+StepOperands DecodeStep(Decoder& decoder, ffi::Span<const std::uint8_t> traced) {
+  StepOperands step;
+  std::size_t next = 0;
+  step.step = decoder.Scalar<int>(next++, ffi::S32, "step");
+  step.skip_update = decoder.Scalar<unsigned char>(next++, ffi::PRED, "skip_update");
+  const ScalarOperand<Word32> bits =
+      decoder.Scalar<Word32>(next++, ffi::U32, "hyper_bits", 2, 2 * kNumHyper);
+  step.hyper_bits = bits.data;
+  step.hyper_bits_per_member = bits.per_member;
+  for (int i = 0; i < kNumHyper; ++i) {
+    if (traced[i]) step.traced[i] = decoder.Scalar<float>(next++, ffi::F32, "hyperparameter");
+  }
+  return step;
+}
+
+LeafOperands DecodeLeaf(Decoder& decoder, std::size_t num_scalars, std::size_t leaf,
+                        std::size_t num_leaves, bool amsgrad) {
+  const auto argument = [&](std::size_t group) { return num_scalars + group * num_leaves + leaf; };
+  const auto result = [&](std::size_t group) { return group * num_leaves + leaf; };
+  const ffi::AnyBuffer param = decoder.Argument(argument(0));
+  const ffi::AnyBuffer grad = decoder.Argument(argument(1));
+  const ffi::AnyBuffer out = decoder.Result(result(0));
+  decoder.CheckLike(grad, param, grad.element_type(), "gradient", leaf);
+  decoder.CheckLike(out, param, param.element_type(), "output", leaf);
+  LeafOperands operands;
+  operands.param = param.untyped_data();
+  operands.grad = grad.untyped_data();
+  operands.out = out.untyped_data();
+  operands.mu = decoder.Moment(argument(2), param, "mu", leaf);
+  operands.nu = decoder.Moment(argument(3), param, "nu", leaf);
+  operands.nu_max = amsgrad ? decoder.Moment(argument(4), param, "nu_max", leaf) : nullptr;
+  operands.mu_out = decoder.MomentResult(result(1), param, "new mu", leaf);
+  operands.nu_out = decoder.MomentResult(result(2), param, "new nu", leaf);
+  operands.nu_max_out =
+      amsgrad ? decoder.MomentResult(result(3), param, "new nu_max", leaf) : nullptr;
+  operands.num_elements = static_cast<std::int64_t>(param.element_count());
+  operands.param_dtype = decoder.LeafDType(param, "parameter", leaf);
+  operands.grad_dtype = decoder.LeafDType(grad, "gradient", leaf);
+  return operands;
+}
+
+}  // namespace
+
+ffi::ErrorOr<UpdateOperands> DecodeUpdateOperands(ffi::RemainingArgs args, ffi::RemainingRets rets,
+                                                  const CallShape& shape) {
+  const bool has_max = shape.amsgrad != Amsgrad::kOff;
+  const std::size_t num_leaves = shape.decays.size();
+  std::size_t num_scalars = 3;
+  for (const std::uint8_t is_traced : shape.traced) num_scalars += is_traced != 0;
+  const std::size_t num_args = num_scalars + num_leaves * (has_max ? 5 : 4);
+  const std::size_t num_rets = num_leaves * (has_max ? 4 : 3);
+  if (shape.members < 1 || shape.traced.size() != kNumHyper || args.size() != num_args ||
+      rets.size() != num_rets) {
+    return ffi::Unexpected(Invalid("expected " + std::to_string(num_args) + " operands and " +
+                                   std::to_string(num_rets) + " results for " +
+                                   std::to_string(num_leaves) + " leaves, got " +
+                                   std::to_string(args.size()) + " and " +
+                                   std::to_string(rets.size())));
+  }
+  Decoder decoder(args, rets, shape.members);
+  UpdateOperands operands;
+  operands.step = DecodeStep(decoder, shape.traced);
+  operands.leaves.reserve(num_leaves);
+  for (std::size_t leaf = 0; leaf < num_leaves && decoder.ok(); ++leaf) {
+    operands.leaves.push_back(DecodeLeaf(decoder, num_scalars, leaf, num_leaves, has_max));
+    operands.leaves.back().decays = shape.decays[leaf] != 0;
+    if (operands.leaves.back().num_elements % shape.members != 0) {
+      decoder.Fail(LeafName("parameter", leaf) + ": not divisible into " +
+                   std::to_string(shape.members) + " members");
+    }
+  }
+  if (!decoder.ok()) return ffi::Unexpected(decoder.error());
+  return operands;
+}
+
+ffi::ErrorOr<Amsgrad> DecodeAmsgrad(std::int64_t value) {
+  if (value < 0 || value > 2) {
+    return ffi::Unexpected(Invalid("unknown amsgrad attribute " + std::to_string(value)));
+  }
+  return static_cast<Amsgrad>(value);
+}
+
+}  // namespace jfa

@@ -1,0 +1,12 @@
+"""The AdamW / AMSGrad step of a whole parameter tree in one native call, for optax."""
+
+from jax_fused_adamw._alias import fused_adamw as fused_adamw
+from jax_fused_adamw._ffi import KernelInfo as KernelInfo
+from jax_fused_adamw._ffi import NativeModule as NativeModule
+from jax_fused_adamw._ffi import kernel_info as kernel_info
+from jax_fused_adamw._in_place import InPlaceUpdate as InPlaceUpdate
+from jax_fused_adamw._in_place import step as step
+from jax_fused_adamw._transform import FusedAdamW as FusedAdamW
+from jax_fused_adamw._transform import FusedAdamWState as FusedAdamWState
+
+__version__ = "0.1.0"

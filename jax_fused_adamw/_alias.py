@@ -1,0 +1,241 @@
+"""The public optimizer, with its documentation and the checks of its options."""
+
+from typing import Any
+
+import numpy as np
+
+from jax_fused_adamw import _checks
+from jax_fused_adamw._hyperparams import ScalarOrSchedule, check_hyperparameter
+from jax_fused_adamw._transform import FusedAdamW, Options, make_transformation
+
+_AMSGRAD = {False: "off", True: "uncorrected", "optax": "corrected"}
+_IMPLEMENTATIONS = {None: "ffi", "ffi": "ffi", "xla": "xla"}
+
+
+def fused_adamw(
+    learning_rate: ScalarOrSchedule,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    eps_root: Any = 0.0,
+    mu_dtype: Any = None,
+    weight_decay: Any = 1e-4,
+    mask: Any = None,
+    *,
+    nesterov: bool = False,
+    amsgrad: bool | str = False,
+    maximize: bool = False,
+    nu_dtype: Any = None,
+    master_weights: bool = False,
+    stochastic_rounding: bool = True,
+    seed: Any = 0,
+    max_grad_norm: Any = None,
+    skip_nonfinite: bool | None = None,
+    lr_scale: Any = None,
+    ema_decay: Any = None,
+    packed_state: bool = False,
+    alias: bool = True,
+    in_place: bool = False,
+    implementation: str | None = None,
+) -> FusedAdamW:
+    r"""AdamW and AMSGrad over a whole parameter tree in one native call.
+
+    Differs from :func:`optax.adamw` in where the work happens, not in what it is: one
+    kernel unscales the gradient, moves both moments, corrects their bias, decays and
+    writes the parameter, in place when its arguments are donated. Arithmetic is
+    float32 whatever the dtypes of parameters and gradients; the moments are float32.
+    The bias corrections are exact to float32 (optax's :math:`1-\beta_2^t` is up to
+    226 ulp off for :math:`\beta_2=.999`), so compare the two at about ``rtol=5e-5``.
+
+    .. math::
+
+      g_t &= s\,\tilde g_t / \text{gradient\_scale} \\
+      m_t &= \beta_1 m_{t-1} + (1-\beta_1) g_t \\
+      v_t &= \beta_2 v_{t-1} + (1-\beta_2) g_t^2 \\
+      \hat m_t &= m_t / (1-\beta_1^t), \quad \hat v_t = v_t / (1-\beta_2^t) \\
+      u_t &= -\alpha\left(\frac{\hat m_t}{\sqrt{\hat v_t + \bar\epsilon} + \epsilon}
+             + \lambda p_{t-1}\right) \\
+      p_t &= p_{t-1} + u_t
+
+    :math:`\alpha` is ``learning_rate``, :math:`\beta_1, \beta_2` are ``b1, b2``,
+    :math:`\epsilon` is ``eps``, :math:`\bar\epsilon` is ``eps_root``, :math:`\lambda`
+    is ``weight_decay``, :math:`s` is -1 with ``maximize`` and 1 otherwise,
+    :math:`t` is ``state.count + 1``.
+
+    Three ways to use it, with the same bits for float32 parameters:
+
+    * ``params, state = jfa.step(tx, grads, state, params)``: the fast path.
+    * ``tx.update`` and ``optax.apply_updates`` with ``in_place=True``: the protocol
+      at in-place cost, for loops that cannot be changed.
+    * ``tx.update`` and ``optax.apply_updates``: contract-exact arrays, and one more
+      pass over the parameters; not faster than XLA on large leaves.
+
+    Parameters are float32, bfloat16 or float16 leaves of any shape, mixed freely;
+    ``None`` and ``optax.MaskedNode`` pass through. The update has the dtype of its
+    parameter. Gradients may be of any of the three dtypes, leaf by leaf.
+
+    ``update`` and ``step`` take two more arguments, both data on the device:
+
+    * ``skip_update``: a bool or integer scalar. Non-zero leaves parameters, moments
+      and count bit-identical and adds one to ``state.skipped`` and
+      ``state.consecutive``; no host synchronisation, no ``lax.cond``.
+    * ``gradient_scale``: the loss scale that the gradients carry; they are divided by
+      it once. A value that is not positive and finite turns every gradient into NaN.
+
+    Args:
+      learning_rate: a float, a scalar array, or a schedule of ``state.count`` (the
+        number of applied steps, before this one).
+      b1: decay of the first moment, in [0, 1).
+      b2: decay of the second moment, in [0, 1).
+      eps: added to the square root, outside of it.
+      eps_root: added inside the square root, after bias correction.
+      mu_dtype: only ``None`` and float32 yet: the first moment is float32. (optax's
+        ``None`` is the parameter's dtype.)
+      weight_decay: decoupled decay, times the learning rate. optax's default; PyTorch
+        uses 1e-2.
+      mask: which parameters decay: a tree of Python bools, a prefix of the parameter
+        tree, or a callable that makes one from the parameters. None is all.
+      nesterov: Nesterov momentum as in ``optax.adamw(nesterov=True)``.
+      amsgrad: ``True`` divides by the maximum of all :math:`v_t`, corrected
+        afterwards, as PyTorch does; ``"optax"`` keeps the maximum of the corrected
+        :math:`\hat v_t`, as ``optax.amsgrad`` does. The two differ in value.
+      maximize: ascend: the gradient is negated.
+      nu_dtype: only ``None`` and float32 yet.
+      master_weights: not built yet.
+      stochastic_rounding: concerns moments stored below float32, which do not exist
+        yet; with float32 moments nothing is rounded either way.
+      seed: an integer, for the noise of ``stochastic_rounding``.
+      max_grad_norm: not built yet.
+      skip_nonfinite: not built yet (``None`` and ``False`` are accepted).
+      lr_scale: not built yet.
+      ema_decay: not built yet.
+      packed_state: not built yet.
+      alias: let outputs take the buffers of donated inputs. ``False`` computes out of
+        place, without copies, for callers that keep the old state.
+      in_place: let ``update`` return :class:`InPlaceUpdate` nodes, which
+        ``optax.apply_updates`` turns into the parameters the kernel has written. Works
+        in ``chain``, ``masked``, ``multi_transform``, Flax's ``TrainState`` and
+        ``nnx.Optimizer``. Does not work with ``eqx.apply_updates`` or with
+        ``optax.add_decayed_weights`` after it; ``apply_if_finite`` around it loses the
+        benefit; reading the updates costs a copy of the parameters.
+      implementation: ``None`` or ``"ffi"`` is the platform's native kernel, an error
+        where cpu or cuda has none; ``"xla"`` is plain JAX, for comparison and for
+        differentiating through a step.
+
+    Returns:
+      An :class:`optax.GradientTransformationExtraArgs` with a method ``step``. Its
+      state is a :class:`FusedAdamWState`. All arrays of the state and the parameters
+      may be donated; gradients are never written.
+
+    Raises:
+      ValueError: a hyperparameter out of its range, as far as the host can see it; at
+        ``update``: missing parameters, another tree, another shape.
+      TypeError: a hyperparameter of the wrong kind; at ``init`` and ``update``: a leaf
+        of another dtype, named by its path.
+      NotImplementedError: an option that is not built yet, by name.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_fused_adamw as jfa
+      >>> tx = jfa.fused_adamw(learning_rate=0.1)
+      >>> params = {"w": jnp.array([1.0, 2.0])}
+      >>> state = tx.init(params)
+      >>> grads = {"w": jnp.array([0.5, -0.5])}
+      >>> params, state = jfa.step(tx, grads, state, params)
+      >>> print(params["w"].round(4), state.count)
+      [0.9    2.1] 1
+
+    References:
+      Loshchilov and Hutter, `Decoupled Weight Decay Regularization
+      <https://arxiv.org/abs/1711.05101>`_, 2019, algorithm 2.
+
+      Reddi, Kale and Kumar, `On the Convergence of Adam and Beyond
+      <https://openreview.net/forum?id=ryQu7f-RZ>`_, 2018, algorithm 2 (AMSGrad).
+
+      Dozat, `Incorporating Nesterov Momentum into Adam
+      <https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ>`_, 2016.
+
+    .. seealso:: :func:`jax_fused_adamw.step`, :func:`optax.adamw`
+    """
+    for name, value in {
+        "learning_rate": learning_rate,
+        "b1": b1,
+        "b2": b2,
+        "eps": eps,
+        "eps_root": eps_root,
+        "weight_decay": weight_decay,
+    }.items():
+        check_hyperparameter(name, value)
+    for name, value in {"mask": mask, "mu_dtype": mu_dtype, "nu_dtype": nu_dtype}.items():
+        _checks.check_static(name, value)
+    _check_float32("mu_dtype", mu_dtype)
+    _check_float32("nu_dtype", nu_dtype)
+    _check_not_built(
+        master_weights=master_weights,
+        max_grad_norm=max_grad_norm,
+        skip_nonfinite=skip_nonfinite,
+        lr_scale=lr_scale,
+        ema_decay=ema_decay,
+        packed_state=packed_state,
+    )
+    _check_flags(
+        nesterov=nesterov,
+        maximize=maximize,
+        stochastic_rounding=stochastic_rounding,
+        alias=alias,
+        in_place=in_place,
+    )
+    _check_seed(seed)
+    return make_transformation(
+        Options(
+            learning_rate=learning_rate,
+            b1=b1,
+            b2=b2,
+            eps=eps,
+            eps_root=eps_root,
+            weight_decay=weight_decay,
+            mask=mask,
+            nesterov=bool(nesterov),
+            amsgrad=_choose("amsgrad", amsgrad, _AMSGRAD),
+            maximize=bool(maximize),
+            alias=bool(alias),
+            in_place=bool(in_place),
+            implementation=_choose("implementation", implementation, _IMPLEMENTATIONS),
+        )
+    )
+
+
+def _check_float32(name: str, dtype: Any) -> None:
+    if dtype is None:
+        return
+    if np.dtype(dtype) != np.float32:
+        raise NotImplementedError(
+            f"fused_adamw: {name}={np.dtype(dtype).name} is not built yet; moments are "
+            "float32"
+        )
+
+
+def _check_not_built(**options: Any) -> None:
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise NotImplementedError(f"fused_adamw: {name} is not built yet")
+
+
+def _check_flags(**flags: Any) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"fused_adamw: {name} must be True or False, got {value!r}")
+
+
+def _check_seed(seed: Any) -> None:
+    kind = np.asarray(seed).dtype.kind if not hasattr(seed, "dtype") else seed.dtype.kind
+    if kind not in "iu":
+        raise TypeError(f"fused_adamw: seed must be an integer, got {seed!r}")
+
+
+def _choose(name: str, value: Any, choices: dict[Any, str]) -> str:
+    if isinstance(value, (bool, str, type(None))) and value in choices:
+        return choices[value]
+    raise ValueError(
+        f"fused_adamw: {name} must be one of {list(choices)}, got {value!r}"
+    )

@@ -1,0 +1,178 @@
+"""Checks of trees, before anything is traced or launched.
+
+Every message names the leaf by its path, what was expected, what came, and what to
+do about it.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fused_adamw._primitives import LEAF_DTYPES
+
+NO_PARAMS_MESSAGE = (
+    "fused_adamw: update needs the current parameters: call "
+    "update(grads, state, params). Weight decay and the in-place step read them."
+)
+
+_DTYPE_NAMES = ", ".join(np.dtype(dtype).name for dtype in LEAF_DTYPES)
+
+
+def leaf_name(tree_name: str, path: Any) -> str:
+    return tree_name + jax.tree_util.keystr(path)
+
+
+def flatten_with_paths(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    return jax.tree_util.tree_flatten_with_path(tree)
+
+
+def check_params(params: Any) -> None:
+    """Raises TypeError for a leaf that the optimizer cannot hold."""
+    for path, leaf in flatten_with_paths(params)[0]:
+        _check_leaf_dtype("params", path, leaf, _PARAM_REMEDY)
+
+
+_PARAM_REMEDY = (
+    "cast it to float32, or keep it out of the optimizer with optax.masked or "
+    "optax.multi_transform"
+)
+_GRAD_REMEDY = "cast the gradient, or take it with respect to float parameters"
+
+
+def _check_leaf_dtype(tree: str, path: Any, leaf: Any, remedy: str) -> None:
+    name = leaf_name(tree, path)
+    if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+        raise TypeError(
+            f"fused_adamw: {name} is {leaf!r} of type {type(leaf).__name__}, expected "
+            f"an array of {_DTYPE_NAMES}; convert it with jnp.asarray"
+        )
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) or (
+        np.dtype(leaf.dtype) not in map(np.dtype, LEAF_DTYPES)
+    ):
+        raise TypeError(
+            f"fused_adamw: {name} has dtype {leaf.dtype}, expected {_DTYPE_NAMES}; "
+            f"{remedy}"
+        )
+
+
+def check_same_tree(name: str, tree: Any, params: Any) -> None:
+    """Raises ValueError, naming the first difference, unless the trees match."""
+    if jax.tree.structure(tree) == jax.tree.structure(params):
+        return
+    _check_dense(name, tree)
+    expected = [path for path, _ in flatten_with_paths(params)[0]]
+    got = [path for path, _ in flatten_with_paths(tree)[0]]
+    missing = [path for path in expected if path not in got]
+    extra = [path for path in got if path not in expected]
+    if missing:
+        what = f"{leaf_name(name, missing[0])} is missing"
+    elif extra:
+        what = f"{leaf_name(name, extra[0])} has no counterpart in params"
+    else:
+        what = (
+            f"the containers differ: expected {jax.tree.structure(params)}, got "
+            f"{jax.tree.structure(tree)}"
+        )
+    raise ValueError(
+        f"fused_adamw: the tree of {name} does not match params: {what}. Pass "
+        f"{_TREE_REMEDY.get(name, 'the state that init made for these parameters')}"
+    )
+
+
+_TREE_REMEDY = {
+    "grads": "gradients taken with respect to these very parameters",
+    "mask": "a mask that is a prefix of the parameters' tree",
+}
+
+
+def _check_dense(name: str, tree: Any) -> None:
+    from jax.experimental.sparse import JAXSparse
+
+    def is_sparse(node: Any) -> bool:
+        return isinstance(node, JAXSparse)
+
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse):
+        if is_sparse(leaf):
+            raise TypeError(
+                f"fused_adamw: {leaf_name(name, path)} is a sparse "
+                f"{type(leaf).__name__}; the kernel takes dense arrays: densify it "
+                "with .todense()"
+            )
+
+
+def check_grads(grads: Any, params: Any) -> None:
+    """Raises unless grads match params leaf by leaf: tree, shape, dtype."""
+    check_same_tree("grads", grads, params)
+    pairs = zip(flatten_with_paths(grads)[0], jax.tree.leaves(params), strict=True)
+    for (path, grad), param in pairs:
+        _check_leaf_dtype("grads", path, grad, _GRAD_REMEDY)
+        _check_shape("grads", path, grad, param)
+
+
+def _check_shape(tree: str, path: Any, leaf: Any, param: Any) -> None:
+    if leaf.shape != param.shape:
+        raise ValueError(
+            f"fused_adamw: {leaf_name(tree, path)} has shape {leaf.shape}, expected "
+            f"{param.shape}, the parameter's; shapes are never broadcast"
+        )
+
+
+def check_moments(name: str, moments: Any, params: Any) -> None:
+    """Raises unless ``state.<name>`` is float32 and shaped like params."""
+    check_same_tree(f"state.{name}", moments, params)
+    pairs = zip(flatten_with_paths(moments)[0], jax.tree.leaves(params), strict=True)
+    for (path, moment), param in pairs:
+        tree = f"state.{name}"
+        if np.dtype(getattr(moment, "dtype", object)) != np.float32:
+            raise TypeError(
+                f"fused_adamw: {leaf_name(tree, path)} has dtype "
+                f"{getattr(moment, 'dtype', type(moment).__name__)}, expected float32; "
+                "restore the state with the dtypes it was saved with"
+            )
+        _check_shape(tree, path, moment, param)
+
+
+def check_counter(name: str, counter: Any) -> None:
+    """Raises unless ``state.<name>`` is an int32 scalar."""
+    dtype, shape = getattr(counter, "dtype", None), getattr(counter, "shape", None)
+    if dtype != jnp.int32 or shape != ():
+        raise TypeError(
+            f"fused_adamw: state.{name} must be an int32 scalar array, got "
+            f"{counter!r}; pass the state that init or the previous step returned"
+        )
+
+
+def resolve_mask(mask: Any, params: Any) -> list[bool]:
+    """One bool a leaf of params, from a tree, a prefix of it, or a callable."""
+    if mask is None:
+        return [True] * len(jax.tree.leaves(params))
+    tree = mask(params) if callable(mask) else mask
+    for path, value in flatten_with_paths(tree)[0]:
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(
+                f"fused_adamw: {leaf_name('mask', path)} must be a Python bool, got "
+                f"{value!r}; the mask is static. {_STATIC_ARGS_ADVICE}"
+            )
+    try:
+        spread = jax.tree.broadcast(tree, params)
+    except ValueError as error:
+        check_same_tree("mask", tree, params)
+        raise error
+    return [bool(value) for value in jax.tree.leaves(spread)]
+
+
+_STATIC_ARGS_ADVICE = (
+    "Under optax.inject_hyperparams, name it in static_args=, for example "
+    'inject_hyperparams(fused_adamw, static_args=("mask",))'
+)
+
+
+def check_static(name: str, value: Any) -> None:
+    """Raises TypeError for an array where only a static value makes sense."""
+    if isinstance(value, (jax.Array, np.ndarray)):
+        raise TypeError(
+            f"fused_adamw: {name} must be static, got an array. "
+            f"{_STATIC_ARGS_ADVICE.replace('mask', name)}"
+        )

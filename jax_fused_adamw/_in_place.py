@@ -1,0 +1,141 @@
+"""In-place updates through optax's protocol.
+
+optax passes `updates` from transformation to transformation and adds them to the
+parameters at the end, which costs one more read and write of every parameter. The
+fused kernel has already written the new parameters; :class:`InPlaceUpdate` carries
+them to ``optax.apply_updates`` in the place of the update.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+_IN_STEP = contextvars.ContextVar("jax_fused_adamw_in_step", default=False)
+
+
+@jax.tree_util.register_pytree_node_class
+class InPlaceUpdate:
+    """An update that knows the parameter it was made for and its new value.
+
+    ``p + update`` is the new value, without arithmetic, when ``p`` is that very
+    object; any other ``p`` gets ``p + difference``. As a pytree it has one child,
+    the difference, so whatever maps over it (scaling, logging, a jit boundary) works
+    on plain numbers and merely loses the shortcut. The difference is computed when
+    it is asked for, and reading it keeps the old parameter alive: a copy.
+    """
+
+    # `array + update` must come to __radd__: numpy's + yields to None here, and JAX's +
+    # yields to what it does not know, so there is no __jax_array__.
+    __array_ufunc__ = None
+
+    def __init__(self, old: jax.Array, new: jax.Array):
+        self._old = old
+        self._new = new
+        self._difference = None
+
+    @property
+    def difference(self) -> jax.Array:
+        """``new - old``; -0.0 where the bits agree, so that adding it keeps them."""
+        if self._difference is None:
+            same = _bits(self._old) == _bits(self._new)
+            zero = jnp.array(-0.0, self._new.dtype)
+            self._difference = jnp.where(same, zero, self._new - self._old)
+        return self._difference
+
+    def __radd__(self, param: Any) -> jax.Array:
+        if self._old is not None and param is self._old:
+            return self._new
+        return param + self.difference
+
+    __add__ = __radd__
+
+    def __repr__(self) -> str:
+        return f"InPlaceUpdate({self.difference!r})"
+
+    def tree_flatten(self):
+        return (self.difference,), None
+
+    @classmethod
+    def tree_unflatten(cls, aux_data, children):
+        del aux_data
+        update = cls(None, None)
+        update._difference = children[0]
+        return update
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    words = {2: jnp.uint16, 4: jnp.uint32}
+    return lax.bitcast_convert_type(x, words[jnp.asarray(x).dtype.itemsize])
+
+
+def in_step() -> bool:
+    """Whether :func:`step` is running the transformation that asks."""
+    return _IN_STEP.get()
+
+
+@contextlib.contextmanager
+def _stepping() -> Iterator[None]:
+    token = _IN_STEP.set(True)
+    try:
+        yield
+    finally:
+        _IN_STEP.reset(token)
+
+
+def step(
+    tx: optax.GradientTransformation,
+    grads: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params,
+    **extra_args: Any,
+) -> tuple[optax.Params, optax.OptState]:
+    """Updates parameters in place: the fast path, through any optax wrapper.
+
+    Equals ``updates, state = tx.update(grads, state, params, **extra_args)`` and
+    ``optax.apply_updates(params, updates)``, except that a ``fused_adamw`` inside
+    ``tx`` writes the new parameters itself: with donated arguments that is 28 bytes
+    of memory traffic for a float32 parameter instead of 40, and no second kernel a
+    leaf. It works bare and through ``optax.chain``, ``masked``, ``multi_transform``
+    and ``inject_hyperparams``.
+
+    A transformation that runs *after* ours and changes the updates is still
+    correct, at the cost of the ordinary protocol; one that maps its updates
+    together with the parameters (``optax.add_decayed_weights``) cannot stand there.
+
+    Args:
+      tx: the transformation; ours, or any that contains ours.
+      grads: gradients, with the tree of ``params``.
+      state: ``tx``'s state. Donate it and ``params`` to the enclosing ``jax.jit``,
+        or both are copied first.
+      params: the current parameters.
+      **extra_args: passed to ``tx.update``: ``skip_update``, ``gradient_scale``.
+
+    Returns:
+      The new parameters and the new state.
+
+    Raises:
+      ValueError, TypeError: as ``fused_adamw``'s ``update`` does.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import jax_fused_adamw as jfa
+      >>> tx = optax.chain(optax.clip_by_global_norm(1.0), jfa.fused_adamw(1e-3))
+      >>> params = {"w": jnp.ones((2, 3))}
+      >>> @jax.jit  # in a training loop: jax.jit(..., donate_argnums=(0, 1))
+      ... def train_step(params, state):
+      ...   grads = jax.grad(lambda p: (p["w"] ** 2).sum())(params)
+      ...   return jfa.step(tx, grads, state, params)
+      >>> params, state = train_step(params, tx.init(params))
+      >>> bool((params["w"] < 1.0).all())
+      True
+    """
+    tx = optax.with_extra_args_support(tx)
+    with _stepping():
+        updates, state = tx.update(grads, state, params, **extra_args)
+    return optax.apply_updates(params, updates), state

@@ -1,0 +1,184 @@
+"""The update in plain JAX: the twin of ``cc/core/adamw.h``.
+
+It serves the platforms that have no kernel of ours and ``implementation="xla"``,
+and it is one link of the tests' chain of trust. It agrees with the kernels within
+a few ulp, not bit for bit: XLA may fuse multiplications and additions, and without
+x64 there is no float64 for the bias corrections.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fused_adamw._operands import (
+    HYPERPARAMETERS,
+    Buffers,
+    Results,
+    Scalars,
+    UpdateConfig,
+)
+
+
+class _Hyper(NamedTuple):
+    """A hyperparameter as an unevaluated sum: float32 value + float32 residual."""
+
+    value: jax.Array
+    residual: jax.Array
+
+    def complement(self) -> jax.Array:
+        """1 - hyperparameter, rounded about once."""
+        return (1.0 - self.value) - self.residual
+
+
+class _Step(NamedTuple):
+    """Everything a leaf needs, float32, of shape ``[]`` or ``[members]``."""
+
+    b1: jax.Array
+    one_minus_b1: jax.Array
+    b2: jax.Array
+    one_minus_b2: jax.Array
+    mu_correction: jax.Array
+    grad_correction: jax.Array
+    nu_correction: jax.Array
+    eps: jax.Array
+    eps_root: jax.Array
+    weight_decay: jax.Array
+    neg_learning_rate: jax.Array
+    gradient_divisor: jax.Array
+    skip: jax.Array
+
+
+def reference_update(
+    config: UpdateConfig, scalars: Scalars, buffers: Buffers
+) -> Results:
+    """Same operands and results as the native update call."""
+    step = _make_step(config, scalars)
+    nu_max = buffers.nu_max or [None] * len(buffers.params)
+    results = [
+        _update_leaf(config, step, decays, *leaf)
+        for decays, *leaf in zip(
+            config.decays,
+            buffers.params,
+            buffers.grads,
+            buffers.mu,
+            buffers.nu,
+            nu_max,
+            strict=True,
+        )
+    ]
+    out, mu, nu, new_max = (list(column) for column in zip(*results, strict=True))
+    return Results(out, mu, nu, new_max if config.has_nu_max else [])
+
+
+def _make_step(config: UpdateConfig, scalars: Scalars) -> _Step:
+    hyper = _read_hyper(config, scalars)
+    b1, b2 = hyper["b1"], hyper["b2"]
+    t = scalars.step.astype(jnp.float32)
+    scale = hyper["gradient_scale"].value
+    scale = jnp.where((scale > 0) & jnp.isfinite(scale), scale, jnp.nan)
+    if config.nesterov:
+        mu_correction = b1.value / _one_minus_power(b1, t + 1.0)
+    else:
+        mu_correction = 1.0 / _one_minus_power(b1, t)
+    return _Step(
+        b1=b1.value,
+        one_minus_b1=b1.complement(),
+        b2=b2.value,
+        one_minus_b2=b2.complement(),
+        mu_correction=mu_correction,
+        grad_correction=b1.complement() / _one_minus_power(b1, t),
+        nu_correction=1.0 / _one_minus_power(b2, t),
+        eps=hyper["eps"].value,
+        eps_root=hyper["eps_root"].value,
+        weight_decay=hyper["weight_decay"].value,
+        neg_learning_rate=-hyper["learning_rate"].value,
+        gradient_divisor=-scale if config.maximize else scale,
+        skip=scalars.skip_update,
+    )
+
+
+def _read_hyper(config: UpdateConfig, scalars: Scalars) -> dict[str, _Hyper]:
+    known = decode_float64_bits(scalars.hyper_bits)
+    hyper = {
+        name: _Hyper(*(part[..., i] for part in known))
+        for i, name in enumerate(HYPERPARAMETERS)
+    }
+    for name, value in zip(config.traced, scalars.traced, strict=True):
+        hyper[name] = _Hyper(value, jnp.zeros_like(value))
+    return hyper
+
+
+def _one_minus_power(b: _Hyper, t: jax.Array) -> jax.Array:
+    """1 - b^t without the cancellation that 1 - pow(b, t) suffers for b near 1."""
+    return -jnp.expm1(t * jnp.log1p(-b.complement()))
+
+
+def decode_float64_bits(words: jax.Array) -> _Hyper:
+    """Reads ``uint32[..., 2]``, low word first, without float64.
+
+    The 53 bits of a mantissa are split into 24 + 24 + 5, each part exact in float32,
+    and scaled by the exponent; what float32 cannot hold at all becomes 0 or inf.
+    """
+    low, high = words[..., 0], words[..., 1]
+    biased = ((high >> 20) & 0x7FF).astype(jnp.int32)
+    top = ((high & 0xFFFFF) << 3) | (low >> 29) | 0x800000
+    middle = (low >> 5) & 0xFFFFFF
+    bottom = low & 0x1F
+    exponent = jnp.clip(biased - 1023, -300, 300)
+    sign = jnp.where(high >> 31 == 1, -1.0, 1.0).astype(jnp.float32)
+
+    def scaled(part: jax.Array, place: int) -> jax.Array:
+        # In two factors, since 2^(exponent - place) alone may leave float32's range.
+        half = (exponent - place) // 2
+        other = exponent - place - half
+        return part.astype(jnp.float32) * _power_of_two(half) * _power_of_two(other)
+
+    head = scaled(top, 23)
+    tail = scaled(middle, 47) + scaled(bottom, 52)
+    value = head + tail
+    residual = jnp.where(jnp.isfinite(value), tail - (value - head), 0.0)
+    is_nan = (biased == 0x7FF) & ((high & 0xFFFFF | low) != 0)
+    value = jnp.where(biased == 0, 0.0, jnp.where(is_nan, jnp.nan, value))
+    residual = jnp.where((biased == 0) | (biased == 0x7FF), 0.0, residual)
+    return _Hyper(sign * value, sign * residual)
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """2^exponent from its bit pattern, clipped to float32's normal range."""
+    biased = jnp.clip(exponent + 127, 1, 254).astype(jnp.uint32)
+    return lax.bitcast_convert_type(biased << 23, jnp.float32)
+
+
+def _update_leaf(config, step, decays, param, grad, mu, nu, nu_max):
+    def per_member(scalar: jax.Array) -> jax.Array:
+        return scalar.reshape(scalar.shape + (1,) * (param.ndim - scalar.ndim))
+
+    s = _Step(*(per_member(scalar) if scalar.ndim else scalar for scalar in step))
+    p = param.astype(jnp.float32)
+    g = grad.astype(jnp.float32) / s.gradient_divisor
+    new_mu = s.b1 * mu + s.one_minus_b1 * g
+    new_nu = s.b2 * nu + s.one_minus_b2 * g * g
+    mu_hat = new_mu * s.mu_correction
+    if config.nesterov:
+        mu_hat = mu_hat + g * s.grad_correction
+    if config.amsgrad == "uncorrected":
+        new_max = jnp.maximum(nu_max, new_nu)
+        nu_hat = new_max * s.nu_correction
+    elif config.amsgrad == "corrected":
+        new_max = nu_hat = jnp.maximum(nu_max, new_nu * s.nu_correction)
+    else:
+        new_max, nu_hat = None, new_nu * s.nu_correction
+    direction = mu_hat / (jnp.sqrt(nu_hat + s.eps_root) + s.eps)
+    if decays:
+        decay = jnp.where(s.weight_decay == 0, 0.0, s.weight_decay * p)
+        direction = direction + decay
+    update = s.neg_learning_rate * direction
+    if config.write_params:
+        out = jnp.where(s.skip, param, (p + update).astype(param.dtype))
+    else:
+        zero = jnp.array(-0.0, param.dtype)
+        out = jnp.where(s.skip, zero, update.astype(param.dtype))
+    kept_max = None if new_max is None else jnp.where(s.skip, nu_max, new_max)
+    return out, jnp.where(s.skip, mu, new_mu), jnp.where(s.skip, nu, new_nu), kept_max

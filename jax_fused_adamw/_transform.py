@@ -1,0 +1,213 @@
+"""The optax transformation: state, init and update.
+
+:mod:`jax_fused_adamw._alias` documents the options; this module carries them out.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jax_fused_adamw import _checks, _in_place
+from jax_fused_adamw._hyperparams import (
+    ScalarOrSchedule,
+    check_gradient_scale,
+    current_learning_rate,
+    encode,
+    skip_update_operand,
+)
+from jax_fused_adamw._operands import Buffers, Scalars, UpdateConfig
+from jax_fused_adamw._primitives import fused_update
+
+_INT32_MAX = 2**31 - 1
+
+
+class FusedAdamWState(NamedTuple):
+    """State of :func:`fused_adamw`; what an option does not need is None.
+
+    The names are optax's, so ``optax.tree.get(state, "mu")`` works.
+    """
+
+    count: jax.Array  # int32[]: applied steps, saturating
+    mu: Any  # float32 leaves: first moment
+    nu: Any  # float32 leaves: second moment
+    nu_max: Any  # float32 leaves with amsgrad: the running maximum
+    master: Any
+    ema: Any
+    skipped: jax.Array  # int32[]: skipped steps, saturating
+    consecutive: jax.Array  # int32[]: steps skipped since the last applied one
+    report: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Checked arguments of ``fused_adamw``."""
+
+    learning_rate: ScalarOrSchedule
+    b1: Any
+    b2: Any
+    eps: Any
+    eps_root: Any
+    weight_decay: Any
+    mask: Any
+    nesterov: bool
+    amsgrad: str  # one of _operands.AMSGRAD_KINDS
+    maximize: bool
+    alias: bool
+    in_place: bool
+    implementation: str
+
+
+class FusedAdamW(optax.GradientTransformationExtraArgs):
+    """What ``fused_adamw`` returns: an optax transformation with a ``step``."""
+
+    def step(
+        self,
+        grads: optax.Updates,
+        state: FusedAdamWState,
+        params: optax.Params,
+        **extra_args: Any,
+    ) -> tuple[optax.Params, FusedAdamWState]:
+        """:func:`jax_fused_adamw.step` of this transformation."""
+        return _in_place.step(self, grads, state, params, **extra_args)
+
+
+def make_transformation(options: Options) -> FusedAdamW:
+    return FusedAdamW(
+        functools.partial(_init, options), functools.partial(_update, options)
+    )
+
+
+def _init(options: Options, params: optax.Params) -> FusedAdamWState:
+    _checks.check_params(params)
+
+    def zeros() -> Any:
+        # One buffer a leaf: donating the state must never donate a buffer twice.
+        return jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+
+    return FusedAdamWState(
+        count=jnp.zeros((), jnp.int32),
+        mu=zeros(),
+        nu=zeros(),
+        nu_max=None if options.amsgrad == "off" else zeros(),
+        master=None,
+        ema=None,
+        skipped=jnp.zeros((), jnp.int32),
+        consecutive=jnp.zeros((), jnp.int32),
+        report=None,
+    )
+
+
+def _update(
+    options: Options,
+    updates: optax.Updates,
+    state: FusedAdamWState,
+    params: optax.Params | None = None,
+    *,
+    skip_update: Any = False,
+    gradient_scale: Any = 1.0,
+    report: Any = None,
+    **extra_args: Any,
+) -> tuple[optax.Updates, FusedAdamWState]:
+    del extra_args
+    if report is not None:
+        raise NotImplementedError("fused_adamw: update(..., report=) is not built yet")
+    grads = updates
+    _check_update(options, grads, state, params)
+    write_params = options.in_place or _in_place.in_step()
+    skip = skip_update_operand(skip_update)
+    leaves, treedef = jax.tree.flatten(params)
+    buffers = Buffers(
+        *(jax.tree.leaves(tree) for tree in (params, grads, state.mu, state.nu)),
+        nu_max=jax.tree.leaves(state.nu_max),
+    )
+    counted = _count_step(state, skip)
+    hyper_bits, traced, traced_values = encode(
+        _hyperparams(options, state.count, gradient_scale)
+    )
+    # The kernel reads the new count, so that XLA can increment it in place; the old
+    # one, read by both, would be copied first. A skipped step reads neither.
+    scalars = Scalars(counted.count, skip, hyper_bits, traced_values)
+    config = UpdateConfig(
+        decays=tuple(_checks.resolve_mask(options.mask, params)),
+        traced=traced,
+        amsgrad=options.amsgrad,
+        nesterov=options.nesterov,
+        maximize=options.maximize,
+        write_params=write_params,
+        # Nothing that is concrete here can be donated: XLA would copy every aliased
+        # buffer first.
+        alias=options.alias and _any_traced(buffers),
+    )
+    results = fused_update(config, options.implementation, scalars, buffers)
+    out = results.out
+    if write_params:
+        out = list(map(_in_place.InPlaceUpdate, leaves, out))
+    new_state = counted._replace(
+        mu=treedef.unflatten(results.mu),
+        nu=treedef.unflatten(results.nu),
+        nu_max=None if state.nu_max is None else treedef.unflatten(results.nu_max),
+    )
+    return treedef.unflatten(out), new_state
+
+
+def _hyperparams(
+    options: Options, count: jax.Array, gradient_scale: Any
+) -> dict[str, Any]:
+    check_gradient_scale(gradient_scale)
+    return {
+        "learning_rate": current_learning_rate(options.learning_rate, count),
+        "b1": options.b1,
+        "b2": options.b2,
+        "eps": options.eps,
+        "eps_root": options.eps_root,
+        "weight_decay": options.weight_decay,
+        "gradient_scale": gradient_scale,
+    }
+
+
+def _check_update(options: Options, grads: Any, state: Any, params: Any) -> None:
+    if params is None and jax.tree.leaves(grads):
+        raise ValueError(_checks.NO_PARAMS_MESSAGE)
+    if not isinstance(state, FusedAdamWState):
+        raise TypeError(
+            f"fused_adamw: state must be a FusedAdamWState, got "
+            f"{type(state).__name__}; pass what init or the previous step returned, in "
+            "the order update(grads, state, params)"
+        )
+    if (state.nu_max is None) != (options.amsgrad == "off"):
+        has = "has no" if state.nu_max is None else "has a"
+        raise ValueError(
+            f"fused_adamw: the state {has} nu_max, but amsgrad is {options.amsgrad!r}; "
+            "use the state with the options it was made with"
+        )
+    _checks.check_params(params)
+    _checks.check_grads(grads, params)
+    for name in ("mu", "nu", "nu_max"):
+        if getattr(state, name) is not None:
+            _checks.check_moments(name, getattr(state, name), params)
+    for name in ("count", "skipped", "consecutive"):
+        _checks.check_counter(name, getattr(state, name))
+
+
+def _any_traced(tree: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def _count_step(state: FusedAdamWState, skip: Any) -> FusedAdamWState:
+    """An applied step moves count; a skipped one moves the two skip counters."""
+    skip = jnp.asarray(skip).astype(jnp.int32)
+    # min(consecutive, 0) is 0; the constant 0 would be copied into the donated buffer.
+    restarted = jnp.where(skip, state.consecutive, jnp.minimum(state.consecutive, 0))
+    return state._replace(
+        count=_saturating_add(state.count, 1 - skip),
+        skipped=_saturating_add(state.skipped, skip),
+        consecutive=_saturating_add(restarted, skip),
+    )
+
+
+def _saturating_add(counter: jax.Array, one_or_zero: jax.Array) -> jax.Array:
+    return counter + jnp.where(counter < _INT32_MAX, one_or_zero, 0)

@@ -1,0 +1,27 @@
+"""Settings for the whole suite: they must stand before JAX starts its backend."""
+
+import os
+
+# Sharding and placement tests need several devices; the others use the first one.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+).strip()
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("-m"):
+        return
+    skip = pytest.mark.skip(reason="slow; run with -m slow")
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def strict_promotion():
+    """Our own code never relies on implicit dtype or rank promotion."""
+    with jax.numpy_rank_promotion("raise"):
+        yield
