@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.extend.core import get_opaque_trace_state
 
-_IN_STEP = contextvars.ContextVar("jax_fused_adamw_in_step", default=False)
+# The trace in which `step` runs, None outside of it.
+_STEP_TRACE = contextvars.ContextVar("jax_fused_adamw_step_trace", default=None)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -75,17 +77,21 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def in_step() -> bool:
-    """Whether :func:`step` is running the transformation that asks."""
-    return _IN_STEP.get()
+    """Whether :func:`step` can take an :class:`InPlaceUpdate` from here.
+
+    Not from inside a ``lax.cond`` or ``jit`` that a wrapper has put between the two
+    (``optax.apply_if_finite``): what crosses it are plain arrays.
+    """
+    return _STEP_TRACE.get() == get_opaque_trace_state()
 
 
 @contextlib.contextmanager
 def _stepping() -> Iterator[None]:
-    token = _IN_STEP.set(True)
+    token = _STEP_TRACE.set(get_opaque_trace_state())
     try:
         yield
     finally:
-        _IN_STEP.reset(token)
+        _STEP_TRACE.reset(token)
 
 
 def step(
@@ -104,9 +110,10 @@ def step(
     leaf. It works bare and through ``optax.chain``, ``masked``, ``multi_transform``
     and ``inject_hyperparams``.
 
-    A transformation that runs *after* ours and changes the updates is still
-    correct, at the cost of the ordinary protocol; one that maps its updates
-    together with the parameters (``optax.add_decayed_weights``) cannot stand there.
+    Where a wrapper hides the new parameters, the result is still right, at the cost
+    of the ordinary protocol: a transformation after ours that changes the updates, or
+    ``optax.apply_if_finite`` around it. One that maps its updates together with the
+    parameters (``optax.add_decayed_weights``) cannot stand after ours.
 
     Args:
       tx: the transformation; ours, or any that contains ours.

@@ -199,9 +199,13 @@ def _any_traced(tree: Any) -> bool:
 
 def _count_step(state: FusedAdamWState, skip: Any) -> FusedAdamWState:
     """An applied step moves count; a skipped one moves the two skip counters."""
-    skip = jnp.asarray(skip).astype(jnp.int32)
-    # min(consecutive, 0) is 0; the constant 0 would be copied into the donated buffer.
-    restarted = jnp.where(skip, state.consecutive, jnp.minimum(state.consecutive, 0))
+    if isinstance(skip, jax.Array):
+        skip = skip.astype(jnp.int32)
+        restarted = jnp.where(skip, state.consecutive, 0)
+    else:
+        skip = int(skip)
+        # min(consecutive, 0) is 0; a constant would be copied into a donated buffer.
+        restarted = state.consecutive if skip else jnp.minimum(state.consecutive, 0)
     return state._replace(
         count=_saturating_add(state.count, 1 - skip),
         skipped=_saturating_add(state.skipped, skip),
@@ -209,5 +213,7 @@ def _count_step(state: FusedAdamWState, skip: Any) -> FusedAdamWState:
     )
 
 
-def _saturating_add(counter: jax.Array, one_or_zero: jax.Array) -> jax.Array:
+def _saturating_add(counter: jax.Array, one_or_zero: Any) -> jax.Array:
+    if isinstance(one_or_zero, int) and one_or_zero == 0:
+        return counter  # as the same object: jit then forwards its buffer
     return counter + jnp.where(counter < _INT32_MAX, one_or_zero, 0)
