@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 
 from jax_fused_adamw import _checks
@@ -168,6 +169,10 @@ def fused_adamw(
         check_hyperparameter(name, value)
     for name, value in {"mask": mask, "mu_dtype": mu_dtype, "nu_dtype": nu_dtype}.items():
         _checks.check_static(name, value)
+    if isinstance(mask, bool) and isinstance(seed, jax.Array):
+        # Only inject_hyperparams makes seed an array, and it calls a mask function as
+        # if it were a schedule: what arrives is that function's answer for a count.
+        raise TypeError(_checks.not_static_message("mask"))
     _check_float32("mu_dtype", mu_dtype)
     _check_float32("nu_dtype", nu_dtype)
     _check_not_built(
@@ -208,10 +213,13 @@ def fused_adamw(
 def _check_float32(name: str, dtype: Any) -> None:
     if dtype is None:
         return
-    if np.dtype(dtype) != np.float32:
+    try:
+        dtype = np.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(f"fused_adamw: {name} is not a dtype: {dtype!r}") from error
+    if dtype != np.float32:
         raise NotImplementedError(
-            f"fused_adamw: {name}={np.dtype(dtype).name} is not built yet; moments are "
-            "float32"
+            f"fused_adamw: {name}={dtype.name} is not built yet; moments are float32"
         )
 
 

@@ -57,7 +57,7 @@ def _check_leaf_dtype(tree: str, path: Any, leaf: Any, remedy: str) -> None:
         )
 
 
-def check_same_tree(name: str, tree: Any, params: Any) -> None:
+def check_same_tree(name: str, tree: Any, params: Any, remedy: str) -> None:
     """Raises ValueError, naming the first difference, unless the trees match."""
     if jax.tree.structure(tree) == jax.tree.structure(params):
         return
@@ -76,15 +76,8 @@ def check_same_tree(name: str, tree: Any, params: Any) -> None:
             f"{jax.tree.structure(tree)}"
         )
     raise ValueError(
-        f"fused_adamw: the tree of {name} does not match params: {what}. Pass "
-        f"{_TREE_REMEDY.get(name, 'the state that init made for these parameters')}"
+        f"fused_adamw: the tree of {name} does not match params: {what}. Pass {remedy}"
     )
-
-
-_TREE_REMEDY = {
-    "grads": "gradients taken with respect to these very parameters",
-    "mask": "a mask that is a prefix of the parameters' tree",
-}
 
 
 def _check_dense(name: str, tree: Any) -> None:
@@ -104,7 +97,7 @@ def _check_dense(name: str, tree: Any) -> None:
 
 def check_grads(grads: Any, params: Any) -> None:
     """Raises unless grads match params leaf by leaf: tree, shape, dtype."""
-    check_same_tree("grads", grads, params)
+    check_same_tree("grads", grads, params, "gradients of these very parameters")
     pairs = zip(flatten_with_paths(grads)[0], jax.tree.leaves(params), strict=True)
     for (path, grad), param in pairs:
         _check_leaf_dtype("grads", path, grad, _GRAD_REMEDY)
@@ -121,10 +114,10 @@ def _check_shape(tree: str, path: Any, leaf: Any, param: Any) -> None:
 
 def check_moments(name: str, moments: Any, params: Any) -> None:
     """Raises unless ``state.<name>`` is float32 and shaped like params."""
-    check_same_tree(f"state.{name}", moments, params)
+    tree = f"state.{name}"
+    check_same_tree(tree, moments, params, "the state that init made for them")
     pairs = zip(flatten_with_paths(moments)[0], jax.tree.leaves(params), strict=True)
     for (path, moment), param in pairs:
-        tree = f"state.{name}"
         if np.dtype(getattr(moment, "dtype", object)) != np.float32:
             raise TypeError(
                 f"fused_adamw: {leaf_name(tree, path)} has dtype "
@@ -150,29 +143,32 @@ def resolve_mask(mask: Any, params: Any) -> list[bool]:
         return [True] * len(jax.tree.leaves(params))
     tree = mask(params) if callable(mask) else mask
     for path, value in flatten_with_paths(tree)[0]:
+        check_static(leaf_name("mask", path), value)
         if not isinstance(value, (bool, np.bool_)):
             raise TypeError(
                 f"fused_adamw: {leaf_name('mask', path)} must be a Python bool, got "
-                f"{value!r}; the mask is static. {_STATIC_ARGS_ADVICE}"
+                f"{value!r}"
             )
     try:
         spread = jax.tree.broadcast(tree, params)
     except ValueError as error:
-        check_same_tree("mask", tree, params)
-        raise error
+        raise ValueError(
+            "fused_adamw: mask must be a prefix of the parameters' tree: "
+            f"{jax.tree.structure(tree)} is none of {jax.tree.structure(params)}"
+        ) from error
     return [bool(value) for value in jax.tree.leaves(spread)]
 
 
-_STATIC_ARGS_ADVICE = (
-    "Under optax.inject_hyperparams, name it in static_args=, for example "
-    'inject_hyperparams(fused_adamw, static_args=("mask",))'
-)
+def not_static_message(name: str) -> str:
+    return (
+        f"fused_adamw: {name} must be static, and arrived as a value that "
+        "optax.inject_hyperparams (or a caller) computed. Under inject_hyperparams, "
+        f'name it in static_args=: inject_hyperparams(fused_adamw, static_args=("{name}"'
+        ",))"
+    )
 
 
 def check_static(name: str, value: Any) -> None:
     """Raises TypeError for an array where only a static value makes sense."""
     if isinstance(value, (jax.Array, np.ndarray)):
-        raise TypeError(
-            f"fused_adamw: {name} must be static, got an array. "
-            f"{_STATIC_ARGS_ADVICE.replace('mask', name)}"
-        )
+        raise TypeError(not_static_message(name))

@@ -116,6 +116,10 @@ def _update(
     if report is not None:
         raise NotImplementedError("fused_adamw: update(..., report=) is not built yet")
     grads = updates
+    if params is None:
+        if jax.tree.leaves(grads):
+            raise ValueError(_checks.NO_PARAMS_MESSAGE)
+        params = grads
     _check_update(options, grads, state, params)
     write_params = options.in_place or _in_place.in_step()
     skip = skip_update_operand(skip_update)
@@ -170,8 +174,6 @@ def _hyperparams(
 
 
 def _check_update(options: Options, grads: Any, state: Any, params: Any) -> None:
-    if params is None and jax.tree.leaves(grads):
-        raise ValueError(_checks.NO_PARAMS_MESSAGE)
     if not isinstance(state, FusedAdamWState):
         raise TypeError(
             f"fused_adamw: state must be a FusedAdamWState, got "

@@ -1,0 +1,361 @@
+"""Bad input: the documented class, the leaf's path in the text, and then a good call works."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_same_bits
+from jax.experimental import sparse
+
+import jax_fused_adamw as jfa
+
+PARAMS = {"layer": {"w": jnp.ones((4, 3)), "b": jnp.ones((3,))}, "scale": jnp.ones(())}
+GRADS = jax.tree.map(lambda p: 0.5 * p, PARAMS)
+
+
+def with_leaf(tree, path, value):
+    head, *rest = path
+    return {**tree, head: with_leaf(tree[head], rest, value) if rest else value}
+
+
+def without_leaf(tree, path):
+    head, *rest = path
+    if rest:
+        return {**tree, head: without_leaf(tree[head], rest)}
+    return {key: value for key, value in tree.items() if key != head}
+
+
+# --- Options: at construction ---------------------------------------------------------
+
+BAD_OPTIONS = [
+    (dict(b1=1.0), ValueError, "0 <= b1 < 1"),
+    (dict(b1=-0.1), ValueError, "b1"),
+    (dict(b2=1.0), ValueError, "0 <= b2 < 1"),
+    (dict(b2=float("nan")), ValueError, "b2"),
+    (dict(eps=-1e-8), ValueError, "eps"),
+    (dict(eps=float("inf")), ValueError, "eps"),
+    (dict(eps_root=-1.0), ValueError, "eps_root"),
+    (dict(weight_decay=-1e-4), ValueError, "weight_decay"),
+    (dict(learning_rate=float("nan")), ValueError, "learning_rate"),
+    (dict(learning_rate=float("inf")), ValueError, "learning_rate"),
+    (dict(learning_rate=np.float32("nan")), ValueError, "learning_rate"),
+    (dict(learning_rate="1e-3"), TypeError, "learning_rate"),
+    (dict(learning_rate=None), TypeError, "learning_rate"),
+    (dict(learning_rate=True), TypeError, "learning_rate"),
+    (dict(learning_rate=1j), TypeError, "learning_rate"),
+    (dict(learning_rate=np.ones(2)), ValueError, r"shape \(2,\)"),
+    (dict(learning_rate=jnp.ones((1,))), ValueError, r"shape \(1,\)"),
+    (dict(learning_rate=jnp.array(1j)), TypeError, "complex64"),
+    (dict(b1=lambda count: 0.9), TypeError, "inject_hyperparams"),
+    (dict(b2=jnp.array(0.999, jnp.bfloat16)), TypeError, "hyperparam_dtype"),
+    (dict(b1=jnp.array(0.9, jnp.float16)), TypeError, "hyperparam_dtype"),
+    (dict(eps=jnp.array(1e-8, jnp.bfloat16)), TypeError, "hyperparam_dtype"),
+    (dict(mask=jnp.array(True)), TypeError, "static_args"),
+    (dict(mu_dtype=jnp.array(0)), TypeError, "static_args"),
+    (dict(nu_dtype=np.array(0)), TypeError, "static_args"),
+    (dict(amsgrad="torch"), ValueError, "amsgrad"),
+    (dict(amsgrad=2), ValueError, "amsgrad"),
+    (dict(amsgrad=jnp.array(True)), ValueError, "amsgrad"),
+    (dict(nesterov="yes"), TypeError, "nesterov"),
+    (dict(maximize=1), TypeError, "maximize"),
+    (dict(alias=None), TypeError, "alias"),
+    (dict(in_place=0), TypeError, "in_place"),
+    (dict(implementation="cuda"), ValueError, "implementation"),
+    (dict(seed=0.5), TypeError, "seed"),
+    (dict(mu_dtype="bf17"), TypeError, "mu_dtype"),
+]
+
+NOT_BUILT = [
+    dict(mu_dtype=jnp.bfloat16),
+    dict(nu_dtype=jnp.float16),
+    dict(master_weights=True),
+    dict(max_grad_norm=1.0),
+    dict(max_grad_norm=jnp.array(1.0)),
+    dict(max_grad_norm=0.0),
+    dict(skip_nonfinite=True),
+    dict(lr_scale={"layer": 0.1}),
+    dict(ema_decay=0.999),
+    dict(packed_state=True),
+]
+
+
+def option_id(case):
+    options = case[0] if isinstance(case, tuple) else case
+    ((name, value),) = options.items()
+    return f"{name}={value}"[:40]
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS, ids=option_id)
+def test_bad_option(case):
+    options, error, text = case
+    with pytest.raises(error, match=text):
+        jfa.fused_adamw(**{"learning_rate": 1e-3, **options})
+
+
+@pytest.mark.parametrize("options", NOT_BUILT, ids=option_id)
+def test_option_that_is_not_built_says_its_name(options):
+    (name,) = options
+    with pytest.raises(NotImplementedError, match=name):
+        jfa.fused_adamw(1e-3, **options)
+
+
+def test_integers_and_numpy_numbers_are_hyperparameters():
+    for value in (0, np.int64(0), np.float64(0), np.float32(0), np.zeros(())):
+        jfa.fused_adamw(value, b1=value, eps=value, eps_root=value, weight_decay=value)
+
+
+# --- Calls ----------------------------------------------------------------------------
+
+BCOO = sparse.BCOO.fromdense(jnp.eye(4, 3))
+STATE = jfa.fused_adamw(1e-3).init(PARAMS)
+AMSGRAD_STATE = jfa.fused_adamw(1e-3, amsgrad=True).init(PARAMS)
+W, B = ("layer", "w"), ("layer", "b")
+
+
+def grads_with(path, value):
+    return dict(grads=with_leaf(GRADS, path, value))
+
+
+def params_with(path, value):
+    return dict(params=with_leaf(PARAMS, path, value))
+
+
+def state_with(field, path, value):
+    tree = with_leaf(getattr(STATE, field), path, value)
+    return dict(state=STATE._replace(**{field: tree}))
+
+
+# name: (changed arguments, class, text that must appear)
+BAD_CALLS = {
+    "int gradient": (
+        grads_with(W, jnp.ones((4, 3), jnp.int32)),
+        TypeError,
+        r"grads\['layer'\]\['w'\].*int32",
+    ),
+    "bool gradient": (grads_with(B, jnp.ones((3,), bool)), TypeError, r"\['b'\].*bool"),
+    "complex gradient": (
+        grads_with(B, jnp.ones((3,), jnp.complex64)),
+        TypeError,
+        r"grads\['layer'\]\['b'\].*complex64",
+    ),
+    "float8 gradient": (
+        grads_with(B, jnp.ones((3,), jnp.float8_e4m3fn)),
+        TypeError,
+        "float8_e4m3fn",
+    ),
+    "float64 numpy gradient": (grads_with(B, np.ones((3,))), TypeError, "float64"),
+    "python float gradient": (grads_with(("scale",), 1.0), TypeError, r"\['scale'\]"),
+    "string gradient": (grads_with(("scale",), "x"), TypeError, r"\['scale'\]"),
+    "key gradient": (grads_with(("scale",), jax.random.key(0)), TypeError, r"\['scale'\]"),
+    "sparse gradient": (grads_with(W, BCOO), TypeError, r"\['w'\].*todense"),
+    "broadcast gradient": (
+        grads_with(W, jnp.ones((1, 3))),
+        ValueError,
+        r"grads\['layer'\]\['w'\] has shape \(1, 3\), expected \(4, 3\)",
+    ),
+    "scalar gradient": (grads_with(B, jnp.ones(())), ValueError, "never broadcast"),
+    "transposed gradient": (grads_with(W, jnp.ones((3, 4))), ValueError, r"\(3, 4\)"),
+    "gradient leaf missing": (
+        dict(grads=without_leaf(GRADS, B)),
+        ValueError,
+        r"grads\['layer'\]\['b'\] is missing",
+    ),
+    "gradient leaf too many": (
+        grads_with(("more",), jnp.ones(2)),
+        ValueError,
+        r"grads\['more'\] has no counterpart",
+    ),
+    "gradient None": (grads_with(B, None), ValueError, r"\['b'\] is missing"),
+    "gradients as list": (
+        dict(grads=jax.tree.leaves(GRADS)),
+        ValueError,
+        "tree of grads does not match",
+    ),
+    "gradients in another container": (
+        dict(grads={**GRADS, "layer": tuple(GRADS["layer"].values())}),
+        ValueError,
+        "grads",
+    ),
+    "state as gradients": (dict(grads=STATE), ValueError, "grads"),
+    "params missing": (dict(params=None), ValueError, "needs the current parameters"),
+    "params and state swapped": (
+        dict(state=PARAMS, params=STATE),
+        TypeError,
+        "state must be a FusedAdamWState, got dict",
+    ),
+    "state of optax": (
+        dict(state=optax.adamw(1e-3).init(PARAMS)),
+        TypeError,
+        "FusedAdamWState",
+    ),
+    "state with nu_max": (dict(state=AMSGRAD_STATE), ValueError, "amsgrad is 'off'"),
+    "state of another tree": (
+        dict(state=jfa.fused_adamw(1e-3).init({"other": jnp.ones(2)})),
+        ValueError,
+        r"state.mu\['layer'\]",
+    ),
+    "moment of another shape": (
+        state_with("nu", W, jnp.zeros((3, 4))),
+        ValueError,
+        r"state.nu\['layer'\]\['w'\] has shape \(3, 4\)",
+    ),
+    "moment of another dtype": (
+        state_with("mu", B, jnp.zeros((3,), jnp.bfloat16)),
+        TypeError,
+        r"state.mu\['layer'\]\['b'\] has dtype bfloat16, expected float32",
+    ),
+    "moment is a number": (state_with("mu", ("scale",), 0.0), TypeError, "state.mu"),
+    "float count": (
+        dict(state=STATE._replace(count=jnp.zeros(()))),
+        TypeError,
+        "state.count must be an int32",
+    ),
+    "python count": (dict(state=STATE._replace(count=0)), TypeError, "state.count"),
+    "vector count": (
+        dict(state=STATE._replace(skipped=jnp.zeros(2, jnp.int32))),
+        TypeError,
+        "state.skipped",
+    ),
+    "int params": (
+        params_with(B, jnp.ones((3,), jnp.int32)),
+        TypeError,
+        r"params\['layer'\]\['b'\].*int32.*optax.masked",
+    ),
+    "python float params": (params_with(("scale",), 1.0), TypeError, "jnp.asarray"),
+    "vector skip": (
+        dict(skip_update=jnp.zeros(2, bool)),
+        ValueError,
+        r"skip_update must be a scalar, got an array of shape \(2,\)",
+    ),
+    "float skip": (dict(skip_update=1.0), TypeError, "skip_update"),
+    "float array skip": (dict(skip_update=jnp.ones(())), TypeError, "float32"),
+    "None skip": (dict(skip_update=None), TypeError, "skip_update"),
+    "vector scale": (dict(gradient_scale=jnp.ones((1,))), ValueError, "gradient_scale"),
+    "bool scale": (dict(gradient_scale=jnp.array(True)), TypeError, "gradient_scale"),
+    "complex scale": (dict(gradient_scale=1j), TypeError, "gradient_scale"),
+    "string scale": (dict(gradient_scale="2"), TypeError, "gradient_scale"),
+    "report": (dict(report=object()), NotImplementedError, "report"),
+}
+
+
+def good_call(tx):
+    return jfa.step(tx, GRADS, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+@pytest.mark.parametrize("way", ["step", "update"])
+def test_bad_call(name, way):
+    changed, error, text = BAD_CALLS[name]
+    tx = jfa.fused_adamw(1e-3)
+    arguments = {"grads": GRADS, "state": STATE, "params": PARAMS, **changed}
+    positional = [arguments.pop(name) for name in ("grads", "state", "params")]
+    call = tx.step if way == "step" else tx.update
+    before = jax.tree.map(np.array, (GRADS, STATE, PARAMS))
+    with pytest.raises(error, match=f"(?s){text}"):
+        call(*positional, **arguments)
+    assert_same_bits(jax.tree.map(np.asarray, (GRADS, STATE, PARAMS)), before)
+    assert int(good_call(tx)[1].count) == 1
+
+
+@pytest.mark.parametrize("name", ["int gradient", "broadcast gradient", "sparse gradient"])
+def test_bad_call_under_jit(name):
+    changed, error, text = BAD_CALLS[name]
+    tx = jfa.fused_adamw(1e-3)
+    with pytest.raises(error, match=f"(?s){text}"):
+        jax.jit(tx.update)(changed["grads"], STATE, PARAMS)
+
+
+BAD_PARAMS = {
+    "int32": jnp.ones((2,), jnp.int32),
+    "bool": jnp.ones((2,), bool),
+    "complex64": jnp.ones((2,), jnp.complex64),
+    "float8_e5m2": jnp.ones((2,), jnp.float8_e5m2),
+    "float64": np.ones((2,)),
+    "float": 1.0,
+    "key<fry>": jax.random.key(0),
+}
+
+
+@pytest.mark.parametrize("dtype", BAD_PARAMS)
+def test_init_refuses_other_dtypes_by_path(dtype):
+    params = with_leaf(PARAMS, B, BAD_PARAMS[dtype])
+    with pytest.raises(TypeError, match=r"params\['layer'\]\['b'\]") as caught:
+        jfa.fused_adamw(1e-3).init(params)
+    assert dtype in str(caught.value)
+
+
+BAD_MASKS = {
+    "not a prefix": ({"layer": {"w": True}, "scale": True}, ValueError, "mask"),
+    "number": ({"layer": 1, "scale": True}, TypeError, r"mask\['layer'\]"),
+    "callable that returns an array": (
+        lambda params: jnp.array(True),
+        TypeError,
+        "static_args",
+    ),
+    "too deep": (
+        {"layer": {"w": {"x": True}, "b": True}, "scale": True},
+        ValueError,
+        "mask",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MASKS)
+def test_bad_mask(name):
+    mask, error, text = BAD_MASKS[name]
+    tx = jfa.fused_adamw(1e-3, mask=mask)
+    with pytest.raises(error, match=text):
+        tx.update(GRADS, tx.init(PARAMS), PARAMS)
+
+
+def test_inject_hyperparams_on_bfloat16_params_names_the_remedy():
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    with pytest.raises(TypeError, match="hyperparam_dtype=jnp.float32"):
+        optax.inject_hyperparams(jfa.fused_adamw)(1e-3).init(params)
+    tx = optax.inject_hyperparams(jfa.fused_adamw, hyperparam_dtype=jnp.float32)(1e-3)
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert updates["scale"].dtype == jnp.bfloat16
+
+
+def test_inject_hyperparams_with_a_callable_mask_names_static_args():
+    """inject_hyperparams takes any callable for a schedule and calls it with a count."""
+    tx = optax.inject_hyperparams(jfa.fused_adamw)(
+        1e-3, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+    )
+    with pytest.raises(TypeError, match="static_args"):
+        tx.init(PARAMS)
+
+
+def test_update_without_params_is_fine_for_an_empty_tree():
+    tx = jfa.fused_adamw(1e-3)
+    updates, state = tx.update({}, tx.init({}))
+    assert updates == {} and int(state.count) == 1
+
+
+def test_schedule_result_is_checked():
+    tx = jfa.fused_adamw(lambda count: float("nan"))
+    with pytest.raises(ValueError, match="learning_rate"):
+        tx.update(GRADS, tx.init(PARAMS), PARAMS)
+
+
+def test_differentiating_a_step_is_our_own_error():
+    tx = jfa.fused_adamw(1e-3)
+
+    def after_step(params):
+        return jfa.step(tx, GRADS, STATE, params)[0]["scale"]
+
+    for transform in (jax.grad, jax.jacfwd, lambda f: jax.jit(jax.grad(f))):
+        with pytest.raises(TypeError, match='implementation="xla"'):
+            transform(after_step)(PARAMS)
+    good_call(tx)
+
+
+def test_plain_jax_can_be_differentiated():
+    tx = jfa.fused_adamw(0.1, implementation="xla", weight_decay=0.5)
+
+    def after_step(scale):
+        params = {**PARAMS, "scale": scale}
+        return jfa.step(tx, GRADS, STATE, params)[0]["scale"]
+
+    np.testing.assert_allclose(jax.grad(after_step)(jnp.ones(())), 1 - 0.1 * 0.5)
