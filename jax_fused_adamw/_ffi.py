@@ -120,7 +120,7 @@ def _load_native_module(
                 name, handler, platform={"cpu": "cpu", "cuda": "CUDA"}[platform]
             )
     except Exception as error:  # whatever XLA says, as above
-        reason = f"XLA refused its handlers: {error}"
+        reason = f"its handlers could not be registered: {error!r}"
         return NativeModule(platform, False, reason, built)
     return NativeModule(platform, True, None, built, module.details())
 
