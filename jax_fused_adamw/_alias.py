@@ -144,7 +144,7 @@ def fused_adamw(
       >>> grads = {"w": jnp.array([0.5, -0.5])}
       >>> params, state = jfa.step(tx, grads, state, params)
       >>> print(params["w"].round(4), state.count)
-      [0.9    2.1] 1
+      [0.9 2.1] 1
 
     References:
       Loshchilov and Hutter, `Decoupled Weight Decay Regularization
@@ -167,8 +167,9 @@ def fused_adamw(
         "weight_decay": weight_decay,
     }.items():
         check_hyperparameter(name, value)
-    for name, value in {"mask": mask, "mu_dtype": mu_dtype, "nu_dtype": nu_dtype}.items():
-        _checks.check_static(name, value)
+    _checks.check_static("mask", mask)
+    _checks.check_static("mu_dtype", mu_dtype)
+    _checks.check_static("nu_dtype", nu_dtype)
     if isinstance(mask, bool) and isinstance(seed, jax.Array):
         # Only inject_hyperparams makes seed an array, and it calls a mask function as
         # if it were a schedule: what arrives is that function's answer for a count.
@@ -236,8 +237,8 @@ def _check_flags(**flags: Any) -> None:
 
 
 def _check_seed(seed: Any) -> None:
-    kind = np.asarray(seed).dtype.kind if not hasattr(seed, "dtype") else seed.dtype.kind
-    if kind not in "iu":
+    dtype = seed.dtype if isinstance(seed, jax.Array) else np.asarray(seed).dtype
+    if dtype.kind not in "iu":
         raise TypeError(f"fused_adamw: seed must be an integer, got {seed!r}")
 
 

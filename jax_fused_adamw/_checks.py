@@ -163,8 +163,8 @@ def not_static_message(name: str) -> str:
     return (
         f"fused_adamw: {name} must be static, and arrived as a value that "
         "optax.inject_hyperparams (or a caller) computed. Under inject_hyperparams, "
-        f'name it in static_args=: inject_hyperparams(fused_adamw, static_args=("{name}"'
-        ",))"
+        "name it in static_args=, as in "
+        f'inject_hyperparams(fused_adamw, static_args=("{name}",))'
     )
 
 

@@ -84,9 +84,7 @@ def _running_ffi_api_version() -> tuple[int, int] | None:
     return tuple(int(number[1]) for number in numbers)
 
 
-def _refusal(
-    built: tuple[int, int], running: tuple[int, int] | None
-) -> str | None:
+def _refusal(built: tuple[int, int], running: tuple[int, int] | None) -> str | None:
     """Why a handler built for ``built`` must not be registered, or None."""
     if running is None:
         return (
@@ -102,9 +100,7 @@ def _refusal(
     ).format(*built, *_OLDEST_FFI_API, *running)
 
 
-def _load_native_module(
-    platform: str, running: tuple[int, int] | None
-) -> NativeModule:
+def _load_native_module(platform: str, running: tuple[int, int] | None) -> NativeModule:
     """Imports ``_cpu`` or ``_cuda``, compares versions, registers the handlers."""
     try:
         module = importlib.import_module(f"jax_fused_adamw._{platform}")

@@ -53,8 +53,7 @@ def _check_array(name: str, value: Any) -> None:
     dtype = np.dtype(value.dtype)
     if value.shape != ():
         raise ValueError(
-            f"fused_adamw: {name} must be a scalar, got an array of shape "
-            f"{value.shape}"
+            f"fused_adamw: {name} must be a scalar, got an array of shape {value.shape}"
         )
     if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
         raise TypeError(f"fused_adamw: {name} must be a real number, got dtype {dtype}")
@@ -78,7 +77,11 @@ def _is_host_value(value: Any) -> bool:
 def encode(
     hyperparams: dict[str, Any],
 ) -> tuple[np.ndarray, tuple[str, ...], list[jax.Array]]:
-    """Checked values as ``Scalars.hyper_bits``, ``UpdateConfig.traced``, ``Scalars.traced``."""
+    """Checked values as operands.
+
+    Returns:
+      ``Scalars.hyper_bits``, ``UpdateConfig.traced`` and ``Scalars.traced``.
+    """
     values = [hyperparams[name] for name in HYPERPARAMETERS]
     known = [0.0 if isinstance(value, jax.Array) else float(value) for value in values]
     bits = np.array(known, "<f8").view("<u4").reshape(-1, 2).astype(np.uint32)

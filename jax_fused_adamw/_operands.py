@@ -82,6 +82,11 @@ class Scalars(NamedTuple):
 VALUE_SHAPES = Scalars((), (), (len(HYPERPARAMETERS), 2), ())
 
 
+def listed(scalars: Scalars) -> Scalars:
+    """Every field as a list of arrays."""
+    return Scalars(*([x] for x in scalars[:3]), scalars.traced)
+
+
 class Buffers(NamedTuple):
     """Operand leaves, one list a kind; ``nu_max`` is empty without AMSGrad."""
 
@@ -107,9 +112,7 @@ def flatten(scalars: Scalars, buffers: Buffers) -> list[Any]:
     return [step, skip_update, hyper_bits, *traced, *leaves]
 
 
-def unflatten(
-    config: UpdateConfig, operands: Sequence[Any]
-) -> tuple[Scalars, Buffers]:
+def unflatten(config: UpdateConfig, operands: Sequence[Any]) -> tuple[Scalars, Buffers]:
     step, skip_update, hyper_bits, *traced = operands[: config.num_scalars]
     kinds = _split_kinds(config, operands[config.num_scalars :])
     scalars = Scalars(step, skip_update, hyper_bits, traced)

@@ -1,7 +1,8 @@
 """The update as a JAX primitive.
 
-In this order: shape rule, lowerings, partitioning, batching, differentiation, and
-:func:`fused_update`, which the rest of the package calls. The composition is
+In this order: shape rule, lowerings, differentiation, composition, and
+:func:`fused_update`, which the rest of the package calls. Partitioning and batching
+have modules of their own. The composition is
 
     custom_vmap(custom_jvp(custom_partitioning(primitive.bind)))
 
@@ -10,25 +11,18 @@ sharded operand, silently, and custom_partitioning by itself can neither be batc
 nor differentiated.
 """
 
-import dataclasses
 import functools
-import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
-from jax.experimental.custom_partitioning import (
-    ArrayMapping,
-    SdyShardingRule,
-    custom_partitioning,
-)
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fused_adamw import _ffi
+from jax_fused_adamw._batching import batching_rule
 from jax_fused_adamw._operands import (
     AMSGRAD_KINDS,
     HYPERPARAMETERS,
@@ -40,9 +34,11 @@ from jax_fused_adamw._operands import (
     chunks,
     concatenate,
     flatten,
+    listed,
     unflatten,
     unflatten_results,
 )
+from jax_fused_adamw._partitioning import partition, sharding_rule
 from jax_fused_adamw._reference import reference_update
 
 LEAF_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -77,17 +73,12 @@ def _update_shape_rule(*avals, config: UpdateConfig):
 def _check_scalars(config: UpdateConfig, scalars: Scalars) -> None:
     dtypes = Scalars(np.int32, np.bool_, np.uint32, np.float32)
     for name, kind, dtype, value_shape in zip(
-        Scalars._fields, _listed(scalars), dtypes, VALUE_SHAPES, strict=True
+        Scalars._fields, listed(scalars), dtypes, VALUE_SHAPES, strict=True
     ):
         for aval in kind:
             shapes = [value_shape, (config.members, *value_shape)]
             if aval.dtype != dtype or aval.shape not in shapes:
                 raise TypeError(f"fused_adamw: {name} cannot be {aval.str_short()}")
-
-
-def _listed(scalars: Scalars) -> Scalars:
-    """Every field as a list of arrays."""
-    return Scalars(*([x] for x in scalars[:3]), scalars.traced)
 
 
 def _check_leaf(i: int, buffers: Buffers) -> None:
@@ -159,7 +150,7 @@ def _update_reference(*operands, config: UpdateConfig):
     return [leaf for kind in results for leaf in kind]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _jitted_bind(config: UpdateConfig):
     return jax.jit(functools.partial(update_p.bind, config=config))
 
@@ -181,157 +172,6 @@ mlir.register_lowering(
 )
 
 
-# --- Partitioning ---------------------------------------------------------------------
-
-
-def _update_sharding_rule(config: UpdateConfig, mesh, operands, results):
-    """Leaf i shards alike in all its buffers; scalars are whole on every device."""
-    del mesh
-    first, n = config.num_scalars, config.num_leaves
-    leading = () if config.members is None else ("member",)
-
-    def scalar(i: int, value_type) -> ArrayMapping:
-        value_rank = len(VALUE_SHAPES[min(i, 3)])
-        members = leading if value_type.rank > value_rank else ()
-        return ArrayMapping(*members, *(f"scalar{i}_dim{d}" for d in range(value_rank)))
-
-    def leaf(i: int, value_type) -> ArrayMapping:
-        own = (f"leaf{i}_dim{d}" for d in range(len(leading), value_type.rank))
-        return ArrayMapping(*leading, *own)
-
-    return SdyShardingRule(
-        (
-            *(scalar(i, x) for i, x in enumerate(operands[:first])),
-            *(leaf(i % n, x) for i, x in enumerate(operands[first:])),
-        ),
-        tuple(leaf(i % n, x) for i, x in enumerate(results)),
-    )
-
-
-def _update_partition(config: UpdateConfig, mesh, operands, results):
-    """Runs each leaf where its mu lies: the state decides the placement."""
-    n, first = config.num_leaves, config.num_scalars
-    _, buffers = unflatten(config, operands)
-    placements = [mu.sharding for mu in buffers.mu]
-    member_spec = None
-    if config.members is not None:
-        member_spec, placements = _align_members(mesh, placements)
-
-    def scalar_sharding(i: int, x) -> NamedSharding:
-        per_member = len(x.shape) > len(VALUE_SHAPES[min(i, 3)])
-        spec = PartitionSpec(member_spec) if per_member else PartitionSpec()
-        return NamedSharding(mesh, spec)
-
-    def update_shard(*shards):
-        local = config
-        if config.members is not None:
-            local = dataclasses.replace(config, members=shards[first].shape[0])
-        # jnp operations of the plain-JAX rule must not see the outer explicit mesh.
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            return tuple(update_p.bind(*shards, config=local))
-
-    return (
-        mesh,
-        update_shard,
-        tuple(placements[i % n] for i in range(len(results))),
-        (
-            *(scalar_sharding(i, x) for i, x in enumerate(operands[:first])),
-            *(placements[i % n] for i in range(len(operands) - first)),
-        ),
-    )
-
-
-def _align_members(mesh, placements):
-    """One sharding of the member axis for all leaves: that of the first leaf."""
-    specs = []
-    for placement in placements:
-        if not hasattr(placement, "spec"):
-            raise NotImplementedError(
-                "fused_adamw: vmap with batched scalars inside a shard_map that is "
-                "manual over only some mesh axes; make it manual over all of them"
-            )
-        specs.append(tuple(placement.spec))
-    member_spec = next((spec[0] for spec in specs if spec), None)
-    used = {member_spec} if isinstance(member_spec, str) else set(member_spec or ())
-
-    def free(axes) -> bool:
-        return used.isdisjoint({axes} if isinstance(axes, str) else set(axes or ()))
-
-    aligned = [
-        NamedSharding(
-            mesh, PartitionSpec(member_spec, *(a if free(a) else None for a in s[1:]))
-        )
-        for s in specs
-    ]
-    return member_spec, aligned
-
-
-# --- Batching -------------------------------------------------------------------------
-
-
-def _update_batching_rule(config: UpdateConfig, axis_size, in_batched, *operands):
-    scalars, buffers = unflatten(config, operands)
-    scalars_batched, buffers_batched = unflatten(config, in_batched)
-    if any(any(kind) for kind in _listed(scalars_batched)) or config.members is not None:
-        return _batch_members(
-            config, axis_size, scalars, scalars_batched, buffers, buffers_batched
-        )
-    # The update is elementwise: a batched leaf is just a larger leaf.
-    leaf_batched = [any(kinds) for kinds in zip(*filter(None, buffers_batched))]
-    batched = Buffers(
-        *(
-            [
-                _with_batch_axis(x, axis_size, has) if wanted else x
-                for x, has, wanted in zip(kind, kind_batched, leaf_batched)
-            ]
-            for kind, kind_batched in zip(buffers, buffers_batched)
-        )
-    )
-    out = _update_call(config)(*flatten(scalars, batched))
-    return out, tuple(leaf_batched) * (len(out) // len(leaf_batched))
-
-
-def _batch_members(
-    config, axis_size, scalars, scalars_batched, buffers, buffers_batched
-):
-    """Batched scalars: the leaves' leading axis counts members, each with its own."""
-    inner = () if config.members is None else (config.members,)
-    members = axis_size * math.prod(inner)
-
-    def scalar(value_shape, x, has_batch: bool):
-        has_inner = x.ndim - has_batch > len(value_shape)
-        if not (has_batch or has_inner):
-            return x
-        x = _with_batch_axis(x, axis_size, has_batch)
-        if inner and not has_inner:
-            x = jnp.broadcast_to(x[:, None], (axis_size, *inner, *value_shape))
-        return x.reshape(members, *value_shape)
-
-    def leaf(x, has_batch: bool):
-        x = _with_batch_axis(x, axis_size, has_batch)
-        return x.reshape(members, *x.shape[1 + len(inner) :])
-
-    *merged_firsts, merged_traced = (
-        [scalar(value_shape, x, has) for x, has in zip(*kinds, strict=True)]
-        for value_shape, *kinds in zip(
-            VALUE_SHAPES, _listed(scalars), _listed(scalars_batched), strict=True
-        )
-    )
-    merged_scalars = Scalars(*(x for [x] in merged_firsts), merged_traced)
-    merged = Buffers(*(list(map(leaf, *kind)) for kind in zip(buffers, buffers_batched)))
-    merged_config = dataclasses.replace(config, members=members)
-    if members == 0:
-        out = [*merged.params, *merged.mu, *merged.nu, *merged.nu_max]
-    else:
-        out = _update_call(merged_config)(*flatten(merged_scalars, merged))
-    shaped = tuple(x.reshape(axis_size, *inner, *x.shape[1:]) for x in out)
-    return shaped, (True,) * len(shaped)
-
-
-def _with_batch_axis(x, axis_size: int, has_batch: bool):
-    return x if has_batch else jnp.broadcast_to(x, (axis_size, *x.shape))
-
-
 # --- Differentiation ------------------------------------------------------------------
 
 
@@ -346,7 +186,7 @@ def _update_jvp(primals, tangents):
 # --- Composition ----------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _update_call(config: UpdateConfig):
     """Flat operands -> flat results, with every rule above attached."""
 
@@ -355,13 +195,13 @@ def _update_call(config: UpdateConfig):
 
     partitioned = custom_partitioning(bind)
     partitioned.def_partition(
-        partition=functools.partial(_update_partition, config),
-        sharding_rule=functools.partial(_update_sharding_rule, config),
+        partition=functools.partial(partition, update_p.bind, config),
+        sharding_rule=functools.partial(sharding_rule, config),
     )
     differentiated = jax.custom_jvp(partitioned)
     differentiated.defjvp(_update_jvp)
     batched = custom_vmap(differentiated)
-    batched.def_vmap(functools.partial(_update_batching_rule, config))
+    batched.def_vmap(functools.partial(batching_rule, _update_call, config))
     return batched
 
 

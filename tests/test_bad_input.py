@@ -1,4 +1,4 @@
-"""Bad input: the documented class, the leaf's path in the text, and then a good call works."""
+"""Bad input: the documented class, the leaf's path, and then a good call works."""
 
 import jax
 import jax.numpy as jnp
@@ -147,7 +147,11 @@ BAD_CALLS = {
     "float64 numpy gradient": (grads_with(B, np.ones((3,))), TypeError, "float64"),
     "python float gradient": (grads_with(("scale",), 1.0), TypeError, r"\['scale'\]"),
     "string gradient": (grads_with(("scale",), "x"), TypeError, r"\['scale'\]"),
-    "key gradient": (grads_with(("scale",), jax.random.key(0)), TypeError, r"\['scale'\]"),
+    "key gradient": (
+        grads_with(("scale",), jax.random.key(0)),
+        TypeError,
+        r"\['scale'\]",
+    ),
     "sparse gradient": (grads_with(W, BCOO), TypeError, r"\['w'\].*todense"),
     "broadcast gradient": (
         grads_with(W, jnp.ones((1, 3))),
@@ -258,7 +262,9 @@ def test_bad_call(name, way):
     assert int(good_call(tx)[1].count) == 1
 
 
-@pytest.mark.parametrize("name", ["int gradient", "broadcast gradient", "sparse gradient"])
+@pytest.mark.parametrize(
+    "name", ["int gradient", "broadcast gradient", "sparse gradient"]
+)
 def test_bad_call_under_jit(name):
     changed, error, text = BAD_CALLS[name]
     tx = jfa.fused_adamw(1e-3)
@@ -319,7 +325,7 @@ def test_inject_hyperparams_on_bfloat16_params_names_the_remedy():
 
 
 def test_inject_hyperparams_with_a_callable_mask_names_static_args():
-    """inject_hyperparams takes any callable for a schedule and calls it with a count."""
+    """inject_hyperparams takes any callable for a schedule of its count."""
     tx = optax.inject_hyperparams(jfa.fused_adamw)(
         1e-3, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
     )

@@ -93,9 +93,7 @@ def test_module_of_newer_headers_is_never_registered():
 
 def test_registration_that_fails():
     report = broken(
-        FAKE_MODULE.format(
-            version="(0, 1)", registrations="lambda: {}['no handler']"
-        )
+        FAKE_MODULE.format(version="(0, 1)", registrations="lambda: {}['no handler']")
     )
     assert "its handlers could not be registered: KeyError" in report
 

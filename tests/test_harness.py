@@ -1,4 +1,4 @@
-"""Builds and runs the C++ harness: alignment, canaries, threads, every instruction set."""
+"""Builds and runs the C++ harness: alignment, canaries, threads, instruction sets."""
 
 import pathlib
 import shutil
@@ -43,6 +43,8 @@ def test_b49_any_alignment_same_bits_no_overrun(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sanitizers", [("address", "undefined"), ("thread",)], ids="+".join)
+@pytest.mark.parametrize(
+    "sanitizers", [("address", "undefined"), ("thread",)], ids="+".join
+)
 def test_harness_under_sanitizers(tmp_path, sanitizers):
     assert "0 failures" in build_and_run(tmp_path, *sanitizers)

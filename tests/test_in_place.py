@@ -1,4 +1,4 @@
-"""`jfa.step` and `in_place=True` through optax's wrappers and Flax, and what they compile to."""
+"""`jfa.step` and `in_place=True` through optax and Flax, and what they compile to."""
 
 import jax
 import jax.numpy as jnp
@@ -118,9 +118,7 @@ def test_plain_protocol_does_add():
 
 def test_out_of_place_undonated_copies_nothing():
     tx = bare(alias=False)
-    compiled = (
-        jax.jit(with_step(tx)).lower(PARAMS, tx.init(PARAMS), GRADS).compile()
-    )
+    compiled = jax.jit(with_step(tx)).lower(PARAMS, tx.init(PARAMS), GRADS).compile()
     unchanged = 1  # state.skipped, which an unskipped step returns as it came
     assert copies(compiled) == unchanged
     aliased = bare()
@@ -185,7 +183,9 @@ def nnx_step(tx):
         optimizer.update(model, grads)
         return nnx.state(model), nnx.state(optimizer.opt_state)
 
-    state = nnx.state(nnx.Optimizer(nnx.merge(graphdef, params), tx, wrt=nnx.Param).opt_state)
+    state = nnx.state(
+        nnx.Optimizer(nnx.merge(graphdef, params), tx, wrt=nnx.Param).opt_state
+    )
     return train_step, params, state
 
 
@@ -233,7 +233,9 @@ def test_in_place_update_falls_back_to_the_difference():
     halved = jax.tree.map(lambda u: 0.5 * u, updates)
     moved = optax.apply_updates(PARAMS, halved)
     expected = optax.apply_updates(PARAMS, jax.tree.map(lambda u: 0.5 * u, plain))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), moved, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), moved, expected
+    )
     # Another object than the parameter it was made for gets the difference too.
     other = jax.tree.map(lambda p: p + 1.0, PARAMS)
     shifted = optax.apply_updates(other, updates)
@@ -274,7 +276,9 @@ def test_scale_after_ours_is_still_correct_in_step():
     tx = optax.chain(bare(), optax.scale(0.5))
     got = run(with_step(tx), tx, 1)[0]
     expected = run(with_protocol(tx), tx, 1)[0]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, expected
+    )
 
 
 def test_apply_if_finite_around_ours_is_correct_in_step():

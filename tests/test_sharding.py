@@ -1,4 +1,4 @@
-"""Sharded leaves stay where they are: no gather, no copy, the placement of the state."""
+"""Sharded leaves stay where they are: no gather, no copy, the state's placement."""
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,9 @@ def test_members_of_a_vmap_shard_with_their_scalars():
     moments = (values, np.square(values))
     expected = jnp.stack(
         [
-            member(values[i], moments[0][i], moments[1][i], values[i], rates[i], skips[i])
+            member(
+                values[i], moments[0][i], moments[1][i], values[i], rates[i], skips[i]
+            )
             for i in range(8)
         ]
     )

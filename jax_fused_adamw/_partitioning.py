@@ -1,0 +1,96 @@
+"""How the update runs on sharded operands: each leaf where its first moment lies.
+
+Without a rule XLA gathers every sharded operand of a custom call and returns
+replicated results, in silence.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_fused_adamw._operands import VALUE_SHAPES, UpdateConfig, unflatten
+
+
+def sharding_rule(config: UpdateConfig, mesh, operands, results):
+    """Leaf i shards alike in all its buffers; scalars are whole on every device."""
+    del mesh
+    first, n = config.num_scalars, config.num_leaves
+    leading = () if config.members is None else ("member",)
+
+    def scalar(i: int, value_type) -> ArrayMapping:
+        value_rank = len(VALUE_SHAPES[min(i, 3)])
+        members = leading if value_type.rank > value_rank else ()
+        return ArrayMapping(*members, *(f"scalar{i}_dim{d}" for d in range(value_rank)))
+
+    def leaf(i: int, value_type) -> ArrayMapping:
+        own = (f"leaf{i}_dim{d}" for d in range(len(leading), value_type.rank))
+        return ArrayMapping(*leading, *own)
+
+    return SdyShardingRule(
+        (
+            *(scalar(i, x) for i, x in enumerate(operands[:first])),
+            *(leaf(i % n, x) for i, x in enumerate(operands[first:])),
+        ),
+        tuple(leaf(i % n, x) for i, x in enumerate(results)),
+    )
+
+
+def partition(bind: Callable, config: UpdateConfig, mesh, operands, results):
+    """Runs each leaf where its mu lies: the state decides the placement."""
+    n, first = config.num_leaves, config.num_scalars
+    _, buffers = unflatten(config, operands)
+    placements = [mu.sharding for mu in buffers.mu]
+    member_spec = None
+    if config.members is not None:
+        member_spec, placements = _align_members(mesh, placements)
+
+    def scalar_sharding(i: int, x) -> NamedSharding:
+        per_member = len(x.shape) > len(VALUE_SHAPES[min(i, 3)])
+        spec = PartitionSpec(member_spec) if per_member else PartitionSpec()
+        return NamedSharding(mesh, spec)
+
+    def update_shard(*shards):
+        local = config
+        if config.members is not None:
+            local = dataclasses.replace(config, members=shards[first].shape[0])
+        # jnp operations of the plain-JAX rule must not see the outer explicit mesh.
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return tuple(bind(*shards, config=local))
+
+    return (
+        mesh,
+        update_shard,
+        tuple(placements[i % n] for i in range(len(results))),
+        (
+            *(scalar_sharding(i, x) for i, x in enumerate(operands[:first])),
+            *(placements[i % n] for i in range(len(operands) - first)),
+        ),
+    )
+
+
+def _align_members(mesh, placements):
+    """One sharding of the member axis for all leaves: that of the first leaf."""
+    specs = []
+    for placement in placements:
+        if not hasattr(placement, "spec"):
+            raise NotImplementedError(
+                "fused_adamw: vmap with batched scalars inside a shard_map that is "
+                "manual over only some mesh axes; make it manual over all of them"
+            )
+        specs.append(tuple(placement.spec))
+    member_spec = next((spec[0] for spec in specs if spec), None)
+    used = {member_spec} if isinstance(member_spec, str) else set(member_spec or ())
+
+    def free(axes) -> bool:
+        return used.isdisjoint({axes} if isinstance(axes, str) else set(axes or ()))
+
+    aligned = [
+        NamedSharding(
+            mesh, PartitionSpec(member_spec, *(a if free(a) else None for a in s[1:]))
+        )
+        for s in specs
+    ]
+    return member_spec, aligned

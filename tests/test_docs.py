@@ -1,0 +1,58 @@
+"""Documentation that runs: docstring examples and the README's Python."""
+
+import doctest
+import inspect
+import pathlib
+import re
+
+import jax
+import pytest
+
+import jax_fused_adamw as jfa
+
+README = pathlib.Path(__file__).parent.parent / "README.md"
+PUBLIC = {name: getattr(jfa, name) for name in dir(jfa) if not name.startswith("_")}
+PUBLIC = {name: x for name, x in PUBLIC.items() if not inspect.ismodule(x)}
+
+
+def test_public_names_are_the_documented_ones():
+    assert set(PUBLIC) == {
+        "FusedAdamW",
+        "FusedAdamWState",
+        "InPlaceUpdate",
+        "KernelInfo",
+        "NativeModule",
+        "fused_adamw",
+        "kernel_info",
+        "step",
+    }
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_docstring(name):
+    thing = PUBLIC[name]
+    text = inspect.getdoc(thing)
+    assert text and len(text.splitlines()[0]) <= 88
+    if inspect.isfunction(thing):
+        for section in ("Returns:", "Examples:"):
+            assert section in text
+        for parameter in inspect.signature(thing).parameters:
+            assert re.search(rf"^\s+\*{{0,2}}{parameter}: ", text, re.M), parameter
+
+
+@pytest.mark.parametrize("name", ["fused_adamw", "step", "kernel_info"])
+def test_docstring_examples_run(name):
+    examples = doctest.DocTestFinder(recurse=False).find(PUBLIC[name], name)
+    assert examples[0].examples
+    for example in examples:
+        assert doctest.DocTestRunner().run(example).failed == 0
+
+
+def test_readme_python_runs():
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+    assert len(blocks) >= 3
+    namespace = {}
+    with jax.numpy_rank_promotion("allow"):  # a reader's code is not ours
+        for block in blocks:
+            exec(compile(block, str(README), "exec"), namespace)
+    assert namespace["state"].count == 1
