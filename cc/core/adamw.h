@@ -24,18 +24,30 @@ enum class Amsgrad {
   kCorrected = 2,    // maximum of the bias-corrected nu (optax, amsgrad="optax")
 };
 
-// Hyperparameters of one step at the precision in which they arrive.
-struct AdamWHyper {
-  double learning_rate;
-  double b1;
-  double b2;
-  double eps;
-  double eps_root;
-  double weight_decay;
-  double gradient_scale;
+// The hyperparameters of a step, in the order of jax_fused_adamw/_operands.py: HYPERPARAMETERS.
+enum class Hyper {
+  kLearningRate,
+  kB1,
+  kB2,
+  kEps,
+  kEpsRoot,
+  kWeightDecay,
+  kGradientScale,
+};
+constexpr int kNumHyper = 7;
+
+// What the update may need of each hyperparameter x at step t, in float32: the same for all seven,
+// used or not, so that seven lanes of a GPU work them out side by side. Arrays by Hyper, padded
+// for 16-byte loads.
+struct HyperTerms {
+  float value[8];            // x
+  float inverse[8];          // 1 / x
+  float complement[8];       // 1 - x
+  float correction[8];       // 1 / (1 - x^t)
+  float next_correction[8];  // 1 / (1 - x^(t+1)), for nesterov
 };
 
-// What one element needs, each value rounded to float32 exactly once.
+// What one element needs, in float32.
 struct AdamWScalars {
   float b1;
   float one_minus_b1;
@@ -63,7 +75,7 @@ struct ElementUpdate {
 
 // base^exponent by repeated squaring in double: multiplications only, so every platform returns
 // the same bits.
-JFA_HOST_DEVICE double IntegerPower(double base, long long exponent) {
+JFA_HOST_DEVICE double IntegerPower(double base, int exponent) {
   double power = 1.0;
   for (; exponent > 0; exponent >>= 1) {
     if (exponent & 1) power *= base;
@@ -72,28 +84,49 @@ JFA_HOST_DEVICE double IntegerPower(double base, long long exponent) {
   return power;
 }
 
-// `step` is 1-based: the number of applied steps up to and including this one.
-JFA_HOST_DEVICE AdamWScalars MakeScalars(const AdamWHyper& hyper, long long step, bool nesterov) {
-  const double b1_power = IntegerPower(hyper.b1, step);
-  const double b2_power = IntegerPower(hyper.b2, step);
+// Fills in the terms of one hyperparameter. `step` is 1-based: the number of applied steps up to
+// and including this one. 1 - x^t is taken in double, where it cancels, and rounded once; the
+// divisions are float32, since double ones cost a GPU bandwidth (H200, 2026-11-29).
+template <bool kNesterov>
+JFA_HOST_DEVICE void SetTerms(int hyper, double x, int step, HyperTerms* terms) {
+  const double power = IntegerPower(x, step);
+  terms->value[hyper] = static_cast<float>(x);
+  terms->inverse[hyper] = 1.0f / static_cast<float>(x);
+  terms->complement[hyper] = static_cast<float>(1.0 - x);
+  terms->correction[hyper] = 1.0f / static_cast<float>(1.0 - power);
+  if (kNesterov) terms->next_correction[hyper] = 1.0f / static_cast<float>(1.0 - power * x);
+}
+
+template <bool kNesterov>
+JFA_HOST_DEVICE AdamWScalars MakeScalars(const HyperTerms& terms) {
+  const int b1 = static_cast<int>(Hyper::kB1);
+  const int b2 = static_cast<int>(Hyper::kB2);
   AdamWScalars s;
-  s.b1 = static_cast<float>(hyper.b1);
-  s.one_minus_b1 = static_cast<float>(1.0 - hyper.b1);
-  s.b2 = static_cast<float>(hyper.b2);
-  s.one_minus_b2 = static_cast<float>(1.0 - hyper.b2);
-  s.mu_correction = static_cast<float>(nesterov ? hyper.b1 / (1.0 - b1_power * hyper.b1)
-                                                : 1.0 / (1.0 - b1_power));
-  s.grad_correction = static_cast<float>((1.0 - hyper.b1) / (1.0 - b1_power));
-  s.nu_correction = static_cast<float>(1.0 / (1.0 - b2_power));
-  s.eps = static_cast<float>(hyper.eps);
-  s.eps_root = static_cast<float>(hyper.eps_root);
-  s.weight_decay = static_cast<float>(hyper.weight_decay);
-  s.neg_learning_rate = static_cast<float>(-hyper.learning_rate);
+  s.b1 = terms.value[b1];
+  s.one_minus_b1 = terms.complement[b1];
+  s.b2 = terms.value[b2];
+  s.one_minus_b2 = terms.complement[b2];
+  s.mu_correction = kNesterov ? s.b1 * terms.next_correction[b1] : terms.correction[b1];
+  s.grad_correction = s.one_minus_b1 * terms.correction[b1];
+  s.nu_correction = terms.correction[b2];
+  s.eps = terms.value[static_cast<int>(Hyper::kEps)];
+  s.eps_root = terms.value[static_cast<int>(Hyper::kEpsRoot)];
+  s.weight_decay = terms.value[static_cast<int>(Hyper::kWeightDecay)];
+  s.neg_learning_rate = -terms.value[static_cast<int>(Hyper::kLearningRate)];
   return s;
 }
 
-// Division by gradient_scale. A power of two, which loss scales are, has an exact reciprocal, and
-// the product is then the correctly rounded quotient: same bits, no division.
+// What gradients are divided by. A scale that is not a positive finite number makes every gradient
+// NaN: it is data, never an error. Dividing by the negated scale is maximize.
+JFA_HOST_DEVICE double GradientDivisor(double gradient_scale, bool maximize) {
+  const float scale = static_cast<float>(gradient_scale);
+  const float kMaxFloat = 3.402823466e+38f;
+  if (!(scale > 0.0f && scale <= kMaxFloat)) return BitsToFloat(0x7fc00000u);
+  return maximize ? -gradient_scale : gradient_scale;
+}
+
+// Division by the gradient divisor. A power of two, which loss scales are, has an exact
+// reciprocal, and the product is then the correctly rounded quotient: same bits, no division.
 struct GradientUnscale {
   float divisor;
   float reciprocal;
@@ -103,19 +136,15 @@ struct GradientUnscale {
   JFA_HOST_DEVICE float Divide(float gradient) const { return gradient / divisor; }
 };
 
-// A scale that is not a positive finite number makes every gradient NaN: it is data, never an
-// error. Dividing by the negated scale is maximize.
-JFA_HOST_DEVICE GradientUnscale MakeUnscale(double gradient_scale, bool maximize) {
-  float scale = static_cast<float>(gradient_scale);
-  const float kMaxFloat = 3.402823466e+38f;
-  if (!(scale > 0.0f && scale <= kMaxFloat)) scale = BitsToFloat(0x7fc00000u);
-  const unsigned exponent = FloatToBits(scale) >> 23;
-  const bool mantissa_is_zero = (FloatToBits(scale) & 0x7fffffu) == 0;
+// The terms of kGradientScale are those of GradientDivisor.
+JFA_HOST_DEVICE GradientUnscale MakeUnscale(const HyperTerms& terms) {
   GradientUnscale unscale;
-  unscale.divisor = maximize ? -scale : scale;
-  unscale.reciprocal = 1.0f / unscale.divisor;
+  unscale.divisor = terms.value[static_cast<int>(Hyper::kGradientScale)];
+  unscale.reciprocal = terms.inverse[static_cast<int>(Hyper::kGradientScale)];
+  const Word32 bits = FloatToBits(unscale.divisor);
+  const Word32 exponent = bits >> 23 & 0xffu;
   // 2^-126 .. 2^126: the reciprocal is normal too.
-  unscale.exact_reciprocal = mantissa_is_zero && exponent >= 1 && exponent <= 253;
+  unscale.exact_reciprocal = (bits & 0x7fffffu) == 0 && exponent >= 1 && exponent <= 253;
   return unscale;
 }
 

@@ -45,10 +45,14 @@ JFA_HOST_DEVICE int FindLeaf(const Index* first_block, int num_leaves, Index blo
 
 // `block_in_leaf` counts from the leaf's first block.
 JFA_HOST_DEVICE Block LocateBlock(long long block_in_leaf, long long member_elements,
-                                  long long block_elements) {
-  const long long blocks_in_member = CeilDivide(member_elements, block_elements);
-  const long long member = block_in_leaf / blocks_in_member;
-  const long long offset = (block_in_leaf % blocks_in_member) * block_elements;
+                                  long long members, long long block_elements) {
+  long long member = 0;
+  if (members > 1) {  // a GPU has no instruction for 64-bit division
+    const long long blocks_in_member = CeilDivide(member_elements, block_elements);
+    member = block_in_leaf / blocks_in_member;
+    block_in_leaf -= member * blocks_in_member;
+  }
+  const long long offset = block_in_leaf * block_elements;
   const long long left = member_elements - offset;
   return {member, member * member_elements + offset, left < block_elements ? left : block_elements};
 }

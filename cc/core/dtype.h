@@ -10,7 +10,8 @@ namespace jfa {
 
 using Word32 = unsigned int;
 using Word16 = unsigned short;
-static_assert(sizeof(Word32) == 4 && sizeof(Word16) == 2, "storage words");
+using Word64 = unsigned long long;
+static_assert(sizeof(Word64) == 8 && sizeof(Word32) == 4 && sizeof(Word16) == 2, "storage words");
 
 enum class DType { kFloat32, kBfloat16, kFloat16 };
 
@@ -24,19 +25,35 @@ struct Float16 {
   Word16 bits;
 };
 
+#if defined(__CUDA_ARCH__)
+
+JFA_HOST_DEVICE float BitsToFloat(Word32 bits) { return __uint_as_float(bits); }
+JFA_HOST_DEVICE Word32 FloatToBits(float value) { return __float_as_uint(value); }
+JFA_HOST_DEVICE double BitsToDouble(Word64 bits) {
+  return __longlong_as_double(static_cast<long long>(bits));
+}
+JFA_HOST_DEVICE float SquareRoot(float x) { return __fsqrt_rn(x); }
+
+#else
+
 JFA_HOST_DEVICE float BitsToFloat(Word32 bits) {
   float value;
   __builtin_memcpy(&value, &bits, sizeof(value));
   return value;
 }
-
 JFA_HOST_DEVICE Word32 FloatToBits(float value) {
   Word32 bits;
   __builtin_memcpy(&bits, &value, sizeof(bits));
   return bits;
 }
-
+JFA_HOST_DEVICE double BitsToDouble(Word64 bits) {
+  double value;
+  __builtin_memcpy(&value, &bits, sizeof(value));
+  return value;
+}
 JFA_HOST_DEVICE float SquareRoot(float x) { return __builtin_sqrtf(x); }
+
+#endif
 
 // --- Load: storage -> float32, always exact -----------------------------------------------------
 

@@ -17,18 +17,6 @@
 
 namespace jfa {
 
-// The order of jax_fused_adamw/_operands.py: HYPERPARAMETERS.
-enum class Hyper {
-  kLearningRate,
-  kB1,
-  kB2,
-  kEps,
-  kEpsRoot,
-  kWeightDecay,
-  kGradientScale,
-};
-constexpr int kNumHyper = 7;
-
 template <typename T>
 struct ScalarOperand {
   const T* data = nullptr;
@@ -44,28 +32,21 @@ struct StepOperands {
   bool hyper_bits_per_member = false;
   ScalarOperand<float> traced[kNumHyper];  // null where hyper_bits holds the value
 
-  JFA_HOST_DEVICE double Read(Hyper hyper, long long member) const {
-    const int index = static_cast<int>(hyper);
+  // The hyperparameter at `index`, a Hyper.
+  JFA_HOST_DEVICE double Read(int index, long long member) const {
     if (traced[index].data != nullptr) return traced[index].Read(member);
     const long long row = (hyper_bits_per_member ? member * kNumHyper : 0) + index;
-    const unsigned long long low = hyper_bits[2 * row];
-    const unsigned long long bits = low | static_cast<unsigned long long>(hyper_bits[2 * row + 1])
-                                              << 32;
-    double value;
-    __builtin_memcpy(&value, &bits, sizeof(value));
-    return value;
+    const Word64 low = hyper_bits[2 * row];
+    const Word64 high = hyper_bits[2 * row + 1];
+    return BitsToDouble(low | high << 32);
   }
 
-  JFA_HOST_DEVICE AdamWHyper ReadHyper(long long member) const {
-    AdamWHyper hyper;
-    hyper.learning_rate = Read(Hyper::kLearningRate, member);
-    hyper.b1 = Read(Hyper::kB1, member);
-    hyper.b2 = Read(Hyper::kB2, member);
-    hyper.eps = Read(Hyper::kEps, member);
-    hyper.eps_root = Read(Hyper::kEpsRoot, member);
-    hyper.weight_decay = Read(Hyper::kWeightDecay, member);
-    hyper.gradient_scale = Read(Hyper::kGradientScale, member);
-    return hyper;
+  template <bool kNesterov>
+  JFA_HOST_DEVICE void SetTerms(int index, long long member, bool maximize,
+                                HyperTerms* terms) const {
+    double value = Read(index, member);
+    if (index == static_cast<int>(Hyper::kGradientScale)) value = GradientDivisor(value, maximize);
+    jfa::SetTerms<kNesterov>(index, value, step.Read(member), terms);
   }
 };
 

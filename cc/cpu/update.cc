@@ -11,15 +11,26 @@ void* Advance(void* pointer, DType dtype, std::int64_t elements) {
   return static_cast<char*>(pointer) + elements * SizeOf(dtype);
 }
 
+template <bool kNesterov>
+void SetNumbers(const StepOperands& operands, std::int64_t member, bool maximize,
+                UpdateStep* step) {
+  HyperTerms terms;
+  for (int i = 0; i < kNumHyper; ++i) operands.SetTerms<kNesterov>(i, member, maximize, &terms);
+  step->scalars = MakeScalars<kNesterov>(terms);
+  step->unscale = MakeUnscale(terms);
+}
+
 }  // namespace
 
 std::vector<UpdateStep> MakeSteps(const StepOperands& operands, const UpdateOptions& options) {
   std::vector<UpdateStep> steps(static_cast<std::size_t>(options.members));
   for (std::int64_t member = 0; member < options.members; ++member) {
-    const AdamWHyper hyper = operands.ReadHyper(member);
     UpdateStep& step = steps[static_cast<std::size_t>(member)];
-    step.scalars = MakeScalars(hyper, operands.step.Read(member), options.nesterov);
-    step.unscale = MakeUnscale(hyper.gradient_scale, options.maximize);
+    if (options.nesterov) {
+      SetNumbers<true>(operands, member, options.maximize, &step);
+    } else {
+      SetNumbers<false>(operands, member, options.maximize, &step);
+    }
     step.amsgrad = options.amsgrad;
     step.nesterov = options.nesterov;
     step.write_params = options.write_params;

@@ -74,7 +74,8 @@ void Update(Pool& pool, std::int64_t num_threads, const InstructionSet& isa,
     const LeafOperands& leaf = leaves[FindLeaf(first_block.data(), num_leaves, index)];
     const std::int64_t block_in_leaf = index - first_block[&leaf - leaves.data()];
     const Block where =
-        LocateBlock(block_in_leaf, leaf.num_elements / options.members, kBlockElements);
+        LocateBlock(block_in_leaf, leaf.num_elements / options.members, options.members,
+                    kBlockElements);
     const UpdateStep& step = steps[where.member];
     isa.update_block(step, MakeBlock(leaf, where, step));
   };
