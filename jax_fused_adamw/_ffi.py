@@ -108,6 +108,9 @@ def _load_native_module(platform: str, running: tuple[int, int] | None) -> Nativ
         return NativeModule(platform, False, _import_failure(platform, error))
     built = tuple(module.ffi_api_version)
     refusal = _refusal(built, running)
+    if refusal is None and platform == "cuda":
+        module.set_nvrtc_libraries(_nvrtc_libraries())
+        refusal = module.unavailable_reason() or None
     if refusal is not None:
         return NativeModule(platform, False, refusal, built)
     try:
@@ -121,12 +124,28 @@ def _load_native_module(platform: str, running: tuple[int, int] | None) -> Nativ
     return NativeModule(platform, True, None, built, module.details())
 
 
+def _nvrtc_libraries() -> list[str]:
+    """NVRTC as ``jax[cuda12]`` and ``jax[cuda13]`` install it, its builtins first."""
+    try:
+        folders = importlib.import_module("nvidia").__path__
+    except ImportError:
+        return []
+    # In this order: cu13 before cuda_nvrtc (CUDA 12), and libnvrtc-builtins, which NVRTC
+    # opens by name, before libnvrtc.
+    return sorted(
+        str(library)
+        for folder in folders
+        for library in pathlib.Path(folder).glob("*/lib/libnvrtc*.so.*")
+        if ".alt." not in library.name
+    )
+
+
 def _import_failure(platform: str, error: Exception) -> str:
     name = f"_{platform}"
     folder = pathlib.Path(__file__).parent
     if isinstance(error, ModuleNotFoundError):
         if platform == "cuda":
-            return "this installation holds no CUDA module"
+            return "this installation holds no CUDA module (only Linux has one)"
         return (
             f"there is no compiled module {name} beside {folder}; install the "
             "package with pip (python -m pip install .) rather than importing the "

@@ -180,7 +180,8 @@ def _check_update(options: Options, grads: Any, state: Any, params: Any) -> None
             f"{type(state).__name__}; pass what init or the previous step returned, in "
             "the order update(grads, state, params)"
         )
-    if (state.nu_max is None) != (options.amsgrad == "off"):
+    has_leaves = bool(jax.tree.leaves(params))  # else nu_max may be an empty None
+    if has_leaves and (state.nu_max is None) != (options.amsgrad == "off"):
         has = "has no" if state.nu_max is None else "has a"
         raise ValueError(
             f"fused_adamw: the state {has} nu_max, but amsgrad is {options.amsgrad!r}; "

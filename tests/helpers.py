@@ -115,6 +115,20 @@ def take_step(way, tx, grads, state, params, **extra):
     return optax.apply_updates(params, updates), state
 
 
+def plain_tx(way="step", learning_rate=1e-3, **options):
+    """The defaults of the bug-report cases: no decay."""
+    options.setdefault("weight_decay", 0.0)
+    return make_tx(way, learning_rate=learning_rate, **options)
+
+
+def walk(way, tx, grads, params, **extra):
+    """Parameters and state after each step from zero."""
+    state = tx.init(params)
+    for grad in grads:
+        params, state = take_step(way, tx, grad, state, params, **extra)
+        yield params, state
+
+
 def state_at(tx, params, count, seed=100):
     """A state after ``count`` steps, with moments where AMSGrad's maximum matters.
 

@@ -1,0 +1,141 @@
+#include "cuda/kernels.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "cuda/embedded.h"
+#include "cuda/kernel_cache.h"
+#include "cuda/nvrtc.h"
+
+namespace jfa::cuda {
+namespace {
+
+// Rule -1 stands for nvcc's module, which holds all rules.
+using ModuleKey = std::pair<CuContext, int>;
+using FunctionKey = std::pair<CuContext, std::string>;
+
+struct Loaded {
+  std::mutex mutex;
+  std::map<ModuleKey, CuModule> modules;
+  std::map<FunctionKey, CuFunction> functions;
+};
+
+// Never destroyed: the driver may be gone before static destructors run.
+Loaded& All() {
+  static auto* loaded = new Loaded();
+  return *loaded;
+}
+
+struct ModuleOrError {
+  CuModule module = nullptr;
+  std::string error;
+};
+
+int Architecture(const Driver& driver, std::string* error) {
+  CuDevice device = 0;
+  int major = 0;
+  int minor = 0;
+  CuResult result = driver.CtxGetDevice(&device);
+  if (result == 0) result = driver.DeviceGetAttribute(&major, kComputeCapabilityMajor, device);
+  if (result == 0) result = driver.DeviceGetAttribute(&minor, kComputeCapabilityMinor, device);
+  if (result != 0) *error = "reading the compute capability: " + driver.Describe(result);
+  return 10 * major + minor;
+}
+
+ModuleOrError LoadImage(const Driver& driver, const void* image) {
+  ModuleOrError loaded;
+  const CuResult result = driver.ModuleLoadData(&loaded.module, image);
+  if (result != 0) loaded.error = "loading the kernels: " + driver.Describe(result);
+  return loaded;
+}
+
+ModuleOrError LoadWithNvrtc(const Driver& driver, int rule) {
+  std::string error;
+  const int architecture = Architecture(driver, &error);
+  if (!error.empty()) return {nullptr, error};
+  const std::string key = std::string(EmbeddedSourceHash()) + "-nvrtc" + NvrtcVersion() + "-sm" +
+                          std::to_string(architecture) + "-rule" + std::to_string(rule);
+  const std::vector<char> cached = ReadCachedKernel(key);
+  if (!cached.empty()) {
+    ModuleOrError loaded = LoadImage(driver, cached.data());
+    if (loaded.error.empty()) return loaded;
+  }
+  const Compilation compilation = CompileWithNvrtc(rule, architecture);
+  if (!compilation.ok()) return {nullptr, compilation.error};
+  WriteCachedKernel(key, compilation.cubin);
+  return LoadImage(driver, compilation.cubin.data());
+}
+
+// The caller holds the mutex.
+ModuleOrError GetModule(const Driver& driver, CuContext context, int rule) {
+  std::string error;
+  const Compiler compiler = ChooseCompiler(&error);
+  if (compiler == Compiler::kNone) return {nullptr, error};
+  const ModuleKey key{context, compiler == Compiler::kNvcc ? -1 : rule};
+  const auto found = All().modules.find(key);
+  if (found != All().modules.end()) return {found->second, ""};
+  ModuleOrError loaded = compiler == Compiler::kNvcc ? LoadImage(driver, EmbeddedFatbin())
+                                                     : LoadWithNvrtc(driver, rule);
+  if (loaded.error.empty()) All().modules[key] = loaded.module;
+  return loaded;
+}
+
+}  // namespace
+
+Compiler ChooseCompiler(std::string* error) {
+  const char* wanted = std::getenv("JAX_FUSED_ADAMW_CUDA_COMPILER");
+  if (wanted == nullptr || *wanted == '\0') wanted = EmbeddedFatbin() ? "nvcc" : "nvrtc";
+  if (std::strcmp(wanted, "nvcc") == 0) {
+    if (EmbeddedFatbin() != nullptr) return Compiler::kNvcc;
+    *error = "JAX_FUSED_ADAMW_CUDA_COMPILER=nvcc, but this build found no nvcc";
+  } else if (std::strcmp(wanted, "nvrtc") == 0) {
+    *error = NvrtcError();
+    if (error->empty()) return Compiler::kNvrtc;
+  } else {
+    *error = std::string("JAX_FUSED_ADAMW_CUDA_COMPILER must be nvcc or nvrtc, not ") + wanted;
+  }
+  return Compiler::kNone;
+}
+
+std::string KernelName::String() const {
+  return std::string("Update") + (large_table ? "Large" : "Small") +
+         (all_float32_params ? "Float32" : "AnyDType") + "Rule" + std::to_string(Rule());
+}
+
+Kernel GetKernel(const KernelName& name) {
+  const Driver& driver = GetDriver();
+  Kernel kernel;
+  kernel.error = driver.error;
+  if (!kernel.ok()) return kernel;
+  CuContext context = nullptr;
+  const CuResult current = driver.CtxGetCurrent(&context);
+  if (current != 0 || context == nullptr) {
+    kernel.error = "no CUDA context is current: " + driver.Describe(current);
+    return kernel;
+  }
+  const FunctionKey key{context, name.String()};
+  const std::lock_guard<std::mutex> lock(All().mutex);
+  const auto found = All().functions.find(key);
+  if (found != All().functions.end()) {
+    kernel.function = found->second;
+    return kernel;
+  }
+  const ModuleOrError loaded = GetModule(driver, context, name.Rule());
+  kernel.error = loaded.error;
+  if (!kernel.ok()) return kernel;
+  const CuResult result =
+      driver.ModuleGetFunction(&kernel.function, loaded.module, key.second.c_str());
+  if (result != 0) {
+    kernel.error = "finding " + key.second + ": " + driver.Describe(result);
+  } else {
+    All().functions[key] = kernel.function;
+  }
+  return kernel;
+}
+
+}  // namespace jfa::cuda

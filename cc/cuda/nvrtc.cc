@@ -1,0 +1,127 @@
+#include "cuda/nvrtc.h"
+
+#include <dlfcn.h>
+
+#include <utility>
+
+#include "cuda/embedded.h"
+
+namespace jfa::cuda {
+namespace {
+
+using Program = struct ProgramOpaque*;
+
+struct Nvrtc {
+  int (*Version)(int*, int*) = nullptr;
+  int (*CreateProgram)(Program*, const char*, const char*, int, const char* const*,
+                       const char* const*) = nullptr;
+  int (*CompileProgram)(Program, int, const char* const*) = nullptr;
+  int (*GetCUBINSize)(Program, std::size_t*) = nullptr;
+  int (*GetCUBIN)(Program, char*) = nullptr;
+  int (*GetProgramLogSize)(Program, std::size_t*) = nullptr;
+  int (*GetProgramLog)(Program, char*) = nullptr;
+  int (*DestroyProgram)(Program*) = nullptr;
+  std::string error;
+};
+
+std::vector<std::string>& Libraries() {
+  static auto* paths = new std::vector<std::string>();
+  return *paths;
+}
+
+template <typename Function>
+bool Find(void* library, const char* name, Function* function) {
+  *function = reinterpret_cast<Function>(dlsym(library, name));
+  return *function != nullptr;
+}
+
+bool FindAll(void* library, Nvrtc* nvrtc) {
+  return Find(library, "nvrtcVersion", &nvrtc->Version) &&
+         Find(library, "nvrtcCreateProgram", &nvrtc->CreateProgram) &&
+         Find(library, "nvrtcCompileProgram", &nvrtc->CompileProgram) &&
+         Find(library, "nvrtcGetCUBINSize", &nvrtc->GetCUBINSize) &&
+         Find(library, "nvrtcGetCUBIN", &nvrtc->GetCUBIN) &&
+         Find(library, "nvrtcGetProgramLogSize", &nvrtc->GetProgramLogSize) &&
+         Find(library, "nvrtcGetProgramLog", &nvrtc->GetProgramLog) &&
+         Find(library, "nvrtcDestroyProgram", &nvrtc->DestroyProgram);
+}
+
+Nvrtc Load() {
+  std::vector<std::string> paths = Libraries();
+  for (const char* name : {"libnvrtc.so.13", "libnvrtc.so.12"}) paths.emplace_back(name);
+  Nvrtc nvrtc;
+  for (const std::string& path : paths) {
+    void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
+    if (library != nullptr && FindAll(library, &nvrtc)) return nvrtc;
+  }
+  nvrtc.error =
+      "no NVRTC library was found; install jax[cuda12] or jax[cuda13], which bring it, or build "
+      "where nvcc is";
+  return nvrtc;
+}
+
+const Nvrtc& Get() {
+  static const Nvrtc nvrtc = Load();
+  return nvrtc;
+}
+
+std::string ProgramLog(const Nvrtc& nvrtc, Program program) {
+  std::size_t size = 0;
+  if (nvrtc.GetProgramLogSize(program, &size) != 0 || size == 0) return "no log";
+  std::string log(size, '\0');
+  nvrtc.GetProgramLog(program, log.data());
+  return log.c_str();
+}
+
+std::vector<char> Cubin(const Nvrtc& nvrtc, Program program) {
+  std::size_t size = 0;
+  if (nvrtc.GetCUBINSize(program, &size) != 0) return {};
+  std::vector<char> cubin(size);
+  if (size == 0 || nvrtc.GetCUBIN(program, cubin.data()) != 0) return {};
+  return cubin;
+}
+
+}  // namespace
+
+void SetNvrtcLibraries(std::vector<std::string> paths) { Libraries() = std::move(paths); }
+
+std::string NvrtcError() { return Get().error; }
+
+std::string NvrtcVersion() {
+  int major = 0;
+  int minor = 0;
+  if (!Get().error.empty() || Get().Version(&major, &minor) != 0) return "";
+  return std::to_string(major) + "." + std::to_string(minor);
+}
+
+Compilation CompileWithNvrtc(int rule, int architecture) {
+  const Nvrtc& nvrtc = Get();
+  Compilation result;
+  result.error = nvrtc.error;
+  if (!result.ok()) return result;
+  std::vector<const char*> names;
+  std::vector<const char*> headers;
+  for (const EmbeddedFile* file = EmbeddedHeaders(); file->name != nullptr; ++file) {
+    names.push_back(file->name);
+    headers.push_back(file->text);
+  }
+  Program program = nullptr;
+  if (nvrtc.CreateProgram(&program, EmbeddedKernelSource(), "update_kernel.cu",
+                          static_cast<int>(names.size()), headers.data(), names.data()) != 0) {
+    result.error = "NVRTC could not create a program";
+    return result;
+  }
+  const std::string target = "-arch=sm_" + std::to_string(architecture);
+  const std::string only = "-DJFA_ONLY_RULE=" + std::to_string(rule);
+  const char* options[] = {target.c_str(), only.c_str(), "-std=c++17", "--fmad=false"};
+  const int status = nvrtc.CompileProgram(program, 4, options);
+  if (status == 0) result.cubin = Cubin(nvrtc, program);
+  if (result.cubin.empty()) {
+    result.error = "NVRTC " + NvrtcVersion() + " could not compile for sm_" +
+                   std::to_string(architecture) + ": " + ProgramLog(nvrtc, program);
+  }
+  nvrtc.DestroyProgram(&program);
+  return result;
+}
+
+}  // namespace jfa::cuda

@@ -1,0 +1,72 @@
+// The leaves of one launch, by value: a kernel parameter, so that nothing on the device refers to
+// memory of the host, and a captured launch replays by itself.
+//
+// Words, for n leaves with b buffers each:
+//
+//   buffers       [n][b]   pointers: param, grad, mu, nu [, nu_max], then the outputs that are
+//                          not their inputs: [out] [mu_out, nu_out [, nu_max_out]]
+//   sizes         [n]      member_elements << 8 | LeafFlags
+//   first_block   [n]      32-bit numbers, two a word: the launch's block where the leaf begins
+#ifndef JAX_FUSED_ADAMW_CC_CUDA_TABLE_H_
+#define JAX_FUSED_ADAMW_CC_CUDA_TABLE_H_
+
+#include "core/dtype.h"
+#include "core/macros.h"
+#include "core/scalars.h"
+
+namespace jfa::cuda {
+
+// Packed into the low byte of a leaf's size.
+struct LeafFlags {
+  DType param_dtype;
+  DType grad_dtype;
+  bool decays;
+  bool aligned;  // every pointer allows the vector access of its dtype
+
+  JFA_HOST_DEVICE Word64 Pack() const {
+    return static_cast<Word64>(param_dtype) | static_cast<Word64>(grad_dtype) << 2 |
+           static_cast<Word64>(decays) << 4 | static_cast<Word64>(aligned) << 5;
+  }
+  JFA_HOST_DEVICE static LeafFlags Unpack(Word64 word) {
+    return {static_cast<DType>(word & 3), static_cast<DType>(word >> 2 & 3), (word >> 4 & 1) != 0,
+            (word >> 5 & 1) != 0};
+  }
+};
+
+// What is the same for every leaf of a launch.
+struct LaunchOptions {
+  int num_leaves;
+  int num_buffers;  // of one leaf
+  bool has_nu_max;
+  bool maximize;
+  bool write_params;
+  bool out_apart;      // out has a buffer of its own
+  bool moments_apart;  // so have the new moments
+  long long members;
+};
+
+template <int kWords>
+struct UpdateArguments {
+  StepOperands step;
+  LaunchOptions options;
+  Word64 words[kWords];
+
+  // Leaves that fit.
+  JFA_HOST_DEVICE static constexpr int Capacity(int num_buffers) {
+    return (2 * kWords - 1) / (2 * num_buffers + 3);
+  }
+
+  JFA_HOST_DEVICE const Word64* sizes() const {
+    return words + options.num_leaves * options.num_buffers;
+  }
+  JFA_HOST_DEVICE const Word32* first_block() const {
+    return reinterpret_cast<const Word32*>(sizes() + options.num_leaves);
+  }
+  JFA_HOST_DEVICE char* buffer(int leaf, int index) const {
+    return reinterpret_cast<char*>(words[leaf * options.num_buffers + index]);
+  }
+};
+
+}  // namespace jfa::cuda
+
+#endif  // JAX_FUSED_ADAMW_CC_CUDA_TABLE_H_

@@ -1,0 +1,33 @@
+// The whole step on a GPU: leaf tables and launches. Knows neither XLA nor Python.
+#ifndef JAX_FUSED_ADAMW_CC_CUDA_UPDATE_H_
+#define JAX_FUSED_ADAMW_CC_CUDA_UPDATE_H_
+
+#include <string>
+#include <vector>
+
+#include "core/leaf.h"
+#include "core/scalars.h"
+#include "cuda/driver.h"
+
+namespace jfa::cuda {
+
+struct UpdateOptions {
+  Amsgrad amsgrad;
+  bool nesterov;
+  bool maximize;
+  bool write_params;
+  long long members;
+};
+
+// Compiles and loads what Update will launch for leaves of these dtypes. Returns an error text,
+// empty on success. Not while a stream is being captured.
+std::string PrepareUpdate(const std::vector<LeafOperands>& leaves, const UpdateOptions& options);
+
+// Submits the step to the stream; as few launches as the tables allow, none for empty leaves.
+// Returns an error text, empty on success. Neither synchronises nor reads device memory.
+std::string Update(CuStream stream, const StepOperands& operands,
+                   const std::vector<LeafOperands>& leaves, const UpdateOptions& options);
+
+}  // namespace jfa::cuda
+
+#endif  // JAX_FUSED_ADAMW_CC_CUDA_UPDATE_H_
