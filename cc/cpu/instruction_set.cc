@@ -39,15 +39,14 @@ const InstructionSet* SupportedInstructionSets(int* count) {
 }
 
 const InstructionSet& SelectInstructionSet() {
-  static const InstructionSet& selected = []() -> const InstructionSet& {
-    const Supported& supported = Detected();
+  static const int selected = [] {
     const char* wanted = std::getenv("JAX_FUSED_ADAMW_CPU_ISA");
-    for (int i = 0; wanted != nullptr && i < supported.count; ++i) {
-      if (std::strcmp(wanted, supported.sets[i].name) == 0) return supported.sets[i];
+    for (int i = 0; wanted != nullptr && i < Detected().count; ++i) {
+      if (std::strcmp(wanted, Detected().sets[i].name) == 0) return i;
     }
-    return supported.sets[0];
+    return 0;
   }();
-  return selected;
+  return Detected().sets[selected];
 }
 
 }  // namespace jfa::cpu

@@ -13,17 +13,12 @@
 #include <vector>
 
 #include "cpu/update.h"
+#include "tests/cases.h"
 
 namespace jfa::cpu {
 namespace {
 
-int failures = 0;
-
-void Check(bool ok, const std::string& what) {
-  if (ok) return;
-  ++failures;
-  std::printf("FAILED: %s\n", what.c_str());
-}
+using namespace jfa::tests;  // NOLINT: the harness's own vocabulary
 
 constexpr std::size_t kCanaryBytes = 64;
 constexpr unsigned char kCanary = 0xa5;
@@ -61,38 +56,6 @@ class GuardedBuffer {
   unsigned char* data_;
 };
 
-void Fill(GuardedBuffer& buffer, DType dtype, std::size_t n, unsigned seed, bool positive) {
-  for (std::size_t i = 0; i < n; ++i) {
-    seed = seed * 1664525u + 1013904223u;
-    float value = static_cast<float>(static_cast<int>(seed >> 8) - (1 << 23)) / (1 << 23);
-    if (positive && value < 0) value = -value;
-    if (dtype == DType::kFloat32) buffer.As<float>()[i] = value;
-    if (dtype == DType::kBfloat16) buffer.As<Bfloat16>()[i] = Store<Bfloat16>(value);
-    if (dtype == DType::kFloat16) buffer.As<Float16>()[i] = Store<Float16>(value);
-  }
-}
-
-struct Case {
-  std::size_t n;
-  std::size_t offset;  // elements
-  DType param_dtype;
-  DType grad_dtype;
-  Amsgrad amsgrad;
-  bool write_params;
-  bool skip;
-  bool in_place;
-  std::int64_t members;
-
-  std::string Name(const char* isa) const {
-    return std::string(isa) + " n=" + std::to_string(n) + " offset=" + std::to_string(offset) +
-           " param=" + std::to_string(static_cast<int>(param_dtype)) +
-           " grad=" + std::to_string(static_cast<int>(grad_dtype)) +
-           " amsgrad=" + std::to_string(static_cast<int>(amsgrad)) +
-           " write_params=" + std::to_string(write_params) + " skip=" + std::to_string(skip) +
-           " in_place=" + std::to_string(in_place) + " members=" + std::to_string(members);
-  }
-};
-
 // A pool with the interface that ParallelFor needs; num_threads 0 runs tasks only when joined.
 struct ThreadPool {
   std::vector<std::thread> threads;
@@ -127,12 +90,10 @@ std::vector<unsigned char> Run(const InstructionSet& isa, const Case& c, std::in
     return GuardedBuffer(total * size, c.offset * size);
   };
   std::vector<GuardedBuffer> in;
-  in.push_back(make(c.param_dtype));
-  in.push_back(make(c.grad_dtype));
-  for (int i = 0; i < 3; ++i) in.push_back(make(DType::kFloat32));
-  Fill(in[0], c.param_dtype, total, 1, false);
-  Fill(in[1], c.grad_dtype, total, 2, false);
-  for (unsigned i = 2; i < 5; ++i) Fill(in[i], DType::kFloat32, total, i + 1, i > 2);
+  for (int i = 0; i < 5; ++i) {
+    in.push_back(make(InputDType(c, i)));
+    FillInput(in.back().As<void>(), c, i);
+  }
   std::vector<GuardedBuffer> out;
   out.push_back(make(c.param_dtype));
   for (int i = 0; i < 3; ++i) out.push_back(make(DType::kFloat32));
@@ -157,17 +118,13 @@ std::vector<unsigned char> Run(const InstructionSet& isa, const Case& c, std::in
   leaf.grad_dtype = c.grad_dtype;
   leaf.decays = true;
 
-  const int step_number = 3;
-  const unsigned char skip = c.skip;
-  const double hyper[kNumHyper] = {1e-2, 0.9, 0.99, 1e-6, 1e-9, 0.1, 3.0};
-  Word32 bits[2 * kNumHyper];
-  std::memcpy(bits, hyper, sizeof(bits));
+  const HostScalars scalars(c.skip);
   StepOperands operands;
-  operands.step = {&step_number, false};
-  operands.skip_update = {&skip, false};
-  operands.hyper_bits = bits;
+  operands.step = {&scalars.step, false};
+  operands.skip_update = {&scalars.skip, false};
+  operands.hyper_bits = scalars.hyper_bits;
 
-  const UpdateOptions options{c.amsgrad, true, true, c.write_params, c.members};
+  const UpdateOptions options{c.amsgrad, c.nesterov, true, c.write_params, c.members};
   if (num_threads == 0) {
     BusyPool pool;
     Update(pool, 4, isa, operands, {leaf}, options);
@@ -197,15 +154,13 @@ void CheckCase(const InstructionSet* sets, int num_sets, const Case& c) {
   }
 }
 
-constexpr DType kDTypes[] = {DType::kFloat32, DType::kBfloat16, DType::kFloat16};
-
 void TestAlignments(const InstructionSet* sets, int num_sets) {
   for (const std::size_t n : {1, 3, 15, 16, 17, 33, 1023, 1024, 1025, 4099}) {
     for (std::size_t offset = 0; offset < 16; ++offset) {
       for (const DType param : kDTypes) {
         for (const DType grad : kDTypes) {
           CheckCase(sets, num_sets,
-                    {n, offset, param, grad, Amsgrad::kUncorrected, true, false, true, 1});
+                    {n, offset, param, grad, Amsgrad::kUncorrected, true, true, false, true, 1});
         }
       }
     }
@@ -218,8 +173,8 @@ void TestOptions(const InstructionSet* sets, int num_sets) {
       for (const int flags : {0, 1, 2, 3, 4, 5, 6, 7}) {
         for (const std::int64_t members : {1, 3}) {
           CheckCase(sets, num_sets,
-                    {1000, 1, dtype, dtype, amsgrad, (flags & 1) != 0, (flags & 2) != 0,
-                     (flags & 4) != 0, members});
+                    {1000, 1, dtype, dtype, amsgrad, members == 1, (flags & 1) != 0,
+                     (flags & 2) != 0, (flags & 4) != 0, members});
         }
       }
     }
@@ -228,7 +183,7 @@ void TestOptions(const InstructionSet* sets, int num_sets) {
 
 void TestThreads(const InstructionSet& isa) {
   const std::size_t many = 5 * kBlockElements + 17;
-  const Case c{many, 0, DType::kFloat32, DType::kBfloat16, Amsgrad::kOff, true, false, true, 1};
+  const Case c{many, 0, DType::kFloat32, DType::kBfloat16, Amsgrad::kOff, false, true, false, true, 1};
   const auto expected = Run(isa, c, 1);
   for (const std::int64_t num_threads : {2, 4, 16}) {
     Check(Run(isa, c, num_threads) == expected, "threads " + std::to_string(num_threads));
