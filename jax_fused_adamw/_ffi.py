@@ -130,7 +130,7 @@ def _nvrtc_libraries() -> list[str]:
         folders = importlib.import_module("nvidia").__path__
     except ImportError:
         return []
-    # In this order: cu13 before cuda_nvrtc (CUDA 12), and libnvrtc-builtins, which NVRTC
+    # In this order: cu13 before cuda_nvrtc (CUDA 12); libnvrtc-builtins, which NVRTC
     # opens by name, before libnvrtc.
     return sorted(
         str(library)
