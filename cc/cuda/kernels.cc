@@ -4,7 +4,6 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -15,8 +14,8 @@
 namespace jfa::cuda {
 namespace {
 
-// Rule -1 stands for nvcc's module, which holds all rules.
-using ModuleKey = std::pair<CuContext, int>;
+// nvcc's module, which holds all kernels, has the group "".
+using ModuleKey = std::pair<CuContext, std::string>;
 using FunctionKey = std::pair<CuContext, std::string>;
 
 struct Loaded {
@@ -54,33 +53,34 @@ ModuleOrError LoadImage(const Driver& driver, const void* image) {
   return loaded;
 }
 
-ModuleOrError LoadWithNvrtc(const Driver& driver, int rule) {
+ModuleOrError LoadWithNvrtc(const Driver& driver, const KernelName& name) {
   std::string error;
   const int architecture = Architecture(driver, &error);
   if (!error.empty()) return {nullptr, error};
   const std::string key = std::string(EmbeddedSourceHash()) + "-nvrtc" + NvrtcVersion() + "-sm" +
-                          std::to_string(architecture) + "-rule" + std::to_string(rule);
+                          std::to_string(architecture) + "-" + name.Group();
   const std::vector<char> cached = ReadCachedKernel(key);
   if (!cached.empty()) {
     ModuleOrError loaded = LoadImage(driver, cached.data());
     if (loaded.error.empty()) return loaded;
   }
-  const Compilation compilation = CompileWithNvrtc(rule, architecture);
+  const Compilation compilation = CompileWithNvrtc(name.Rule(), name.all_float32_params,
+                                                   architecture);
   if (!compilation.ok()) return {nullptr, compilation.error};
   WriteCachedKernel(key, compilation.cubin);
   return LoadImage(driver, compilation.cubin.data());
 }
 
 // The caller holds the mutex.
-ModuleOrError GetModule(const Driver& driver, CuContext context, int rule) {
+ModuleOrError GetModule(const Driver& driver, CuContext context, const KernelName& name) {
   std::string error;
   const Compiler compiler = ChooseCompiler(&error);
   if (compiler == Compiler::kNone) return {nullptr, error};
-  const ModuleKey key{context, compiler == Compiler::kNvcc ? -1 : rule};
+  const ModuleKey key{context, compiler == Compiler::kNvcc ? "" : name.Group()};
   const auto found = All().modules.find(key);
   if (found != All().modules.end()) return {found->second, ""};
   ModuleOrError loaded = compiler == Compiler::kNvcc ? LoadImage(driver, EmbeddedFatbin())
-                                                     : LoadWithNvrtc(driver, rule);
+                                                     : LoadWithNvrtc(driver, name);
   if (loaded.error.empty()) All().modules[key] = loaded.module;
   return loaded;
 }
@@ -102,9 +102,13 @@ Compiler ChooseCompiler(std::string* error) {
   return Compiler::kNone;
 }
 
+std::string KernelName::Group() const {
+  return std::string(all_float32_params ? "Float32" : "AnyDType") + "Rule" +
+         std::to_string(Rule());
+}
+
 std::string KernelName::String() const {
-  return std::string("Update") + (large_table ? "Large" : "Small") +
-         (all_float32_params ? "Float32" : "AnyDType") + "Rule" + std::to_string(Rule());
+  return std::string("Update") + (large_table ? "Large" : "Small") + Group();
 }
 
 Kernel GetKernel(const KernelName& name) {
@@ -125,7 +129,7 @@ Kernel GetKernel(const KernelName& name) {
     kernel.function = found->second;
     return kernel;
   }
-  const ModuleOrError loaded = GetModule(driver, context, name.Rule());
+  const ModuleOrError loaded = GetModule(driver, context, name);
   kernel.error = loaded.error;
   if (!kernel.ok()) return kernel;
   const CuResult result =

@@ -24,6 +24,7 @@ struct KernelName {
   bool nesterov;
 
   int Rule() const { return 2 * static_cast<int>(amsgrad) + (nesterov ? 1 : 0); }
+  std::string Group() const;  // what is compiled together at run time: rule and dtype class
   std::string String() const;
 };
 

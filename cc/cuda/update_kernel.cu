@@ -174,18 +174,29 @@ __device__ __forceinline__ void UpdateOneChunk(const Arguments& args) {
 
 }  // namespace
 
-// The entry points: one for each table size, rule and dtype class. JFA_ONLY_RULE, which is
-// 2 * amsgrad + nesterov, restricts a compilation at run time to the rule that is asked for.
+// The entry points: one for each table size, rule and dtype class. A compilation at run time is for
+// one rule, JFA_ONLY_RULE (2 * amsgrad + nesterov), and one class, JFA_ONLY_FLOAT32 (0 or 1).
 #define JFA_UPDATE_KERNEL(NAME, WORDS, AMSGRAD, NESTEROV, ALL_FLOAT32)   \
   extern "C" __global__ void __launch_bounds__(kThreads)                 \
       NAME(const __grid_constant__ UpdateArguments<WORDS> args) {        \
     UpdateOneChunk<AMSGRAD, NESTEROV, ALL_FLOAT32>(args);                \
   }
-#define JFA_UPDATE_KERNELS(RULE, AMSGRAD, NESTEROV)                                                \
-  JFA_UPDATE_KERNEL(UpdateSmallFloat32Rule##RULE, kSmallTableWords, AMSGRAD, NESTEROV, true)       \
-  JFA_UPDATE_KERNEL(UpdateLargeFloat32Rule##RULE, kLargeTableWords, AMSGRAD, NESTEROV, true)       \
-  JFA_UPDATE_KERNEL(UpdateSmallAnyDTypeRule##RULE, kSmallTableWords, AMSGRAD, NESTEROV, false)     \
+#define JFA_FLOAT32_KERNELS(RULE, AMSGRAD, NESTEROV)                                           \
+  JFA_UPDATE_KERNEL(UpdateSmallFloat32Rule##RULE, kSmallTableWords, AMSGRAD, NESTEROV, true)   \
+  JFA_UPDATE_KERNEL(UpdateLargeFloat32Rule##RULE, kLargeTableWords, AMSGRAD, NESTEROV, true)
+#define JFA_ANY_DTYPE_KERNELS(RULE, AMSGRAD, NESTEROV)                                         \
+  JFA_UPDATE_KERNEL(UpdateSmallAnyDTypeRule##RULE, kSmallTableWords, AMSGRAD, NESTEROV, false) \
   JFA_UPDATE_KERNEL(UpdateLargeAnyDTypeRule##RULE, kLargeTableWords, AMSGRAD, NESTEROV, false)
+
+#if !defined(JFA_ONLY_FLOAT32)
+#define JFA_UPDATE_KERNELS(RULE, AMSGRAD, NESTEROV) \
+  JFA_FLOAT32_KERNELS(RULE, AMSGRAD, NESTEROV)      \
+  JFA_ANY_DTYPE_KERNELS(RULE, AMSGRAD, NESTEROV)
+#elif JFA_ONLY_FLOAT32
+#define JFA_UPDATE_KERNELS JFA_FLOAT32_KERNELS
+#else
+#define JFA_UPDATE_KERNELS JFA_ANY_DTYPE_KERNELS
+#endif
 
 #if !defined(JFA_ONLY_RULE) || JFA_ONLY_RULE == 0
 JFA_UPDATE_KERNELS(0, Amsgrad::kOff, false)
