@@ -9,43 +9,78 @@ set(JFA_CUDA_EMBEDDED ${CMAKE_CURRENT_BINARY_DIR}/embedded.cc)
 list(TRANSFORM JFA_CUDA_HEADERS PREPEND ${PROJECT_SOURCE_DIR}/cc/ OUTPUT_VARIABLE jfa_cuda_sources)
 list(APPEND jfa_cuda_sources ${PROJECT_SOURCE_DIR}/cc/${JFA_CUDA_KERNEL})
 
+# Whether nvcc can compile the kernels: CUDA 12.1 allows their parameters, and the host compiler
+# must suit it. Leaves the reason in REASON otherwise.
+function(jfa_check_nvcc nvcc reason)
+  execute_process(COMMAND ${nvcc} --version OUTPUT_VARIABLE version ERROR_QUIET)
+  if(NOT version MATCHES "release ([0-9]+\\.[0-9]+)" OR CMAKE_MATCH_1 VERSION_LESS 12.1)
+    set(${reason} "${nvcc} is older than 12.1" PARENT_SCOPE)
+    return()
+  endif()
+  set(probe ${CMAKE_CURRENT_BINARY_DIR}/nvcc_probe.cu)
+  file(WRITE ${probe} "__global__ void Probe() {}\n")
+  execute_process(COMMAND ${nvcc} -std=c++17 -cubin -arch=sm_75 -o ${probe}.cubin ${probe}
+    RESULT_VARIABLE status OUTPUT_QUIET ERROR_QUIET)
+  if(status)
+    set(${reason} "${nvcc} cannot compile here (does it know the host compiler?)" PARENT_SCOPE)
+  endif()
+endfunction()
+
 set(jfa_fatbin "")
 set(jfa_architectures "")
-if(NOT JAX_FUSED_ADAMW_CUDA STREQUAL "OFF")
-  find_program(JFA_NVCC nvcc HINTS $ENV{CUDACXX} $ENV{CUDA_HOME}/bin $ENV{CUDA_PATH}/bin
-    /usr/local/cuda/bin)
-  if(JFA_NVCC)
-    execute_process(COMMAND ${JFA_NVCC} --list-gpu-arch OUTPUT_VARIABLE jfa_known
-      COMMAND_ERROR_IS_FATAL ANY)
-    set(jfa_gencode "")
-    foreach(arch IN LISTS JAX_FUSED_ADAMW_CUDA_ARCHITECTURES)
-      if(jfa_known MATCHES "compute_${arch}\n")
-        list(APPEND jfa_architectures ${arch})
-        list(APPEND jfa_gencode -gencode=arch=compute_${arch},code=sm_${arch})
-        set(jfa_last ${arch})
-      endif()
-    endforeach()
-    if(JAX_FUSED_ADAMW_CUDA_PTX_ONLY)
-      set(jfa_gencode "")
-      set(jfa_architectures "")
-    endif()
-    list(APPEND jfa_gencode -gencode=arch=compute_${jfa_last},code=compute_${jfa_last})
-    list(APPEND jfa_architectures "${jfa_last}-ptx")
-    set(jfa_fatbin ${CMAKE_CURRENT_BINARY_DIR}/update_kernel.fatbin)
-    # --fmad=false: each operation rounds as on every other platform (cc/core/adamw.h).
-    add_custom_command(OUTPUT ${jfa_fatbin}
-      COMMAND ${JFA_NVCC} -fatbin -std=c++17 -O3 --fmad=false --threads 0 ${jfa_gencode}
-        -I${PROJECT_SOURCE_DIR}/cc -o ${jfa_fatbin} ${PROJECT_SOURCE_DIR}/cc/${JFA_CUDA_KERNEL}
-      DEPENDS ${jfa_cuda_sources} VERBATIM)
-    list(JOIN jfa_architectures " " jfa_architectures)
-    message(STATUS "CUDA kernels: ${JFA_NVCC} for ${jfa_architectures}")
-  elseif(JAX_FUSED_ADAMW_CUDA STREQUAL "ON")
-    message(FATAL_ERROR "JAX_FUSED_ADAMW_CUDA=ON, but there is no nvcc. Put it on the PATH or set "
-                        "CUDA_HOME, or use AUTO: the kernels are then compiled at run time by "
-                        "the NVRTC of jax[cuda12] or jax[cuda13].")
+set(jfa_no_nvcc "")
+if(JAX_FUSED_ADAMW_CUDA STREQUAL "OFF")
+  set(jfa_no_nvcc "JAX_FUSED_ADAMW_CUDA is OFF")
+else()
+  if(DEFINED ENV{CUDACXX})
+    set(JFA_NVCC $ENV{CUDACXX})
   else()
-    message(STATUS "CUDA kernels: no nvcc, so NVRTC will compile them at run time")
+    find_program(JFA_NVCC nvcc HINTS $ENV{CUDA_HOME}/bin $ENV{CUDA_PATH}/bin /usr/local/cuda/bin)
   endif()
+  if(JFA_NVCC)
+    jfa_check_nvcc(${JFA_NVCC} jfa_no_nvcc)
+  else()
+    set(jfa_no_nvcc "there is no nvcc")
+  endif()
+  if(jfa_no_nvcc AND JAX_FUSED_ADAMW_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "JAX_FUSED_ADAMW_CUDA=ON, but ${jfa_no_nvcc}. Put nvcc 12.1 or newer on the "
+                        "PATH or set CUDACXX, or use AUTO: the kernels are then compiled at run "
+                        "time by the NVRTC of jax[cuda12] or jax[cuda13].")
+  endif()
+endif()
+
+if(jfa_no_nvcc)
+  message(STATUS "CUDA kernels: ${jfa_no_nvcc}, so NVRTC will compile them at run time")
+else()
+  execute_process(COMMAND ${JFA_NVCC} --list-gpu-arch OUTPUT_VARIABLE jfa_known
+    COMMAND_ERROR_IS_FATAL ANY)
+  set(jfa_gencode "")
+  set(jfa_last "")
+  foreach(arch IN LISTS JAX_FUSED_ADAMW_CUDA_ARCHITECTURES)
+    if(jfa_known MATCHES "compute_${arch}\n")
+      list(APPEND jfa_architectures ${arch})
+      list(APPEND jfa_gencode -gencode=arch=compute_${arch},code=sm_${arch})
+      set(jfa_last ${arch})
+    endif()
+  endforeach()
+  if(NOT jfa_last)
+    message(FATAL_ERROR "JAX_FUSED_ADAMW_CUDA_ARCHITECTURES=${JAX_FUSED_ADAMW_CUDA_ARCHITECTURES}: "
+                        "none of them is known to ${JFA_NVCC}; write numbers such as 80;90")
+  endif()
+  if(JAX_FUSED_ADAMW_CUDA_PTX_ONLY)
+    set(jfa_gencode "")
+    set(jfa_architectures "")
+  endif()
+  list(APPEND jfa_gencode -gencode=arch=compute_${jfa_last},code=compute_${jfa_last})
+  list(APPEND jfa_architectures "${jfa_last}-ptx")
+  set(jfa_fatbin ${CMAKE_CURRENT_BINARY_DIR}/update_kernel.fatbin)
+  # --fmad=false: each operation rounds as on every other platform (cc/core/adamw.h).
+  add_custom_command(OUTPUT ${jfa_fatbin}
+    COMMAND ${JFA_NVCC} -fatbin -std=c++17 -O3 --fmad=false --threads 0 ${jfa_gencode}
+      -I${PROJECT_SOURCE_DIR}/cc -o ${jfa_fatbin} ${PROJECT_SOURCE_DIR}/cc/${JFA_CUDA_KERNEL}
+    DEPENDS ${jfa_cuda_sources} VERBATIM)
+  list(JOIN jfa_architectures " " jfa_architectures)
+  message(STATUS "CUDA kernels: ${JFA_NVCC} for ${jfa_architectures}")
 endif()
 
 list(JOIN JFA_CUDA_HEADERS "\\;" jfa_headers)
@@ -53,4 +88,5 @@ add_custom_command(OUTPUT ${JFA_CUDA_EMBEDDED}
   COMMAND ${CMAKE_COMMAND} -DSOURCE_DIR=${PROJECT_SOURCE_DIR}/cc -DKERNEL=${JFA_CUDA_KERNEL}
     "-DHEADERS=${jfa_headers}" -DFATBIN=${jfa_fatbin} "-DARCHITECTURES=${jfa_architectures}"
     -DOUTPUT=${JFA_CUDA_EMBEDDED} -P ${PROJECT_SOURCE_DIR}/cmake/embed.cmake
-  DEPENDS ${jfa_cuda_sources} ${jfa_fatbin} ${PROJECT_SOURCE_DIR}/cmake/embed.cmake)
+  DEPENDS ${jfa_cuda_sources} ${jfa_fatbin} ${PROJECT_SOURCE_DIR}/cmake/embed.cmake
+    ${PROJECT_SOURCE_DIR}/cc/cuda/nvrtc.cc)

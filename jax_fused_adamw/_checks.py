@@ -127,6 +127,54 @@ def check_moments(name: str, moments: Any, params: Any) -> None:
         _check_shape(tree, path, moment, param)
 
 
+def check_replication(params: Any, grads: Any, state: Any, scalars: Any) -> None:
+    """Raises TypeError for operands of a shard_map that would differ in secret.
+
+    A custom call tells JAX nothing of what its results depend on: with a gradient that
+    varies over a mesh axis, a parameter declared the same on all devices would silently
+    stop being so.
+    """
+    trees = {"grads": grads} | {
+        f"state.{name}": getattr(state, name) for name in ("mu", "nu", "nu_max")
+    }
+    leaves = jax.tree.leaves((params, trees, scalars))
+    if not any(_varying(leaf) for leaf in leaves):
+        return
+    named_params = flatten_with_paths(params)[0]
+    for name, tree in trees.items():
+        for (path, leaf), (_, param) in zip(flatten_with_paths(tree)[0], named_params):
+            # A gradient may be the same where its parameter varies; state may not.
+            differ = _varying(leaf) - _varying(param)
+            if name != "grads":
+                differ |= _varying(param) - _varying(leaf)
+            if differ:
+                raise TypeError(
+                    f"fused_adamw: {leaf_name(name, path)} varies over the mesh axes "
+                    f"{_axes(leaf)} of this shard_map, its parameter over "
+                    f"{_axes(param)}: psum your gradients over {sorted(differ)}, or "
+                    "give parameters and state the same in_specs"
+                )
+    for scalar in jax.tree.leaves(scalars):
+        for path, param in named_params:
+            if _varying(scalar) - _varying(param):
+                raise TypeError(
+                    "fused_adamw: a scalar of the step (skip_update, gradient_scale or "
+                    f"a hyperparameter) varies over the mesh axes {_axes(scalar)}, "
+                    f"{leaf_name('params', path)} over {_axes(param)}: reduce the "
+                    "scalar over them first (psum, pmax)"
+                )
+
+
+def _varying(x: Any) -> frozenset[str]:
+    """The mesh axes of an enclosing shard_map over which ``x`` may differ."""
+    manual = getattr(jax.typeof(x), "manual_axis_type", None)
+    return getattr(manual, "varying", frozenset())
+
+
+def _axes(x: Any) -> str:
+    return str(sorted(_varying(x)))
+
+
 def check_counter(name: str, counter: Any) -> None:
     """Raises unless ``state.<name>`` is an int32 scalar."""
     dtype, shape = getattr(counter, "dtype", None), getattr(counter, "shape", None)

@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import pathlib
 import re
+import types
 
 import jax
 import jaxlib
@@ -102,56 +103,60 @@ def _refusal(built: tuple[int, int], running: tuple[int, int] | None) -> str | N
 
 def _load_native_module(platform: str, running: tuple[int, int] | None) -> NativeModule:
     """Imports ``_cpu`` or ``_cuda``, compares versions, registers the handlers."""
+    built = None
     try:
         module = importlib.import_module(f"jax_fused_adamw._{platform}")
+        built = tuple(module.ffi_api_version)
+        reason = _refusal(built, running) or _unavailable_reason(platform, module)
+        if reason is None:
+            for name, handler in module.registrations().items():
+                jax.ffi.register_ffi_target(
+                    name, handler, platform={"cpu": "cpu", "cuda": "CUDA"}[platform]
+                )
+            return NativeModule(platform, True, None, built, module.details())
     except Exception as error:  # import of this package must go on
-        return NativeModule(platform, False, _import_failure(platform, error))
-    built = tuple(module.ffi_api_version)
-    refusal = _refusal(built, running)
-    if refusal is None and platform == "cuda":
+        reason = _failure(platform, error)
+    return NativeModule(platform, False, reason, built)
+
+
+def _unavailable_reason(platform: str, module: types.ModuleType) -> str | None:
+    if platform == "cuda":
         module.set_nvrtc_libraries(_nvrtc_libraries())
-        refusal = module.unavailable_reason() or None
-    if refusal is not None:
-        return NativeModule(platform, False, refusal, built)
-    try:
-        for name, handler in module.registrations().items():
-            jax.ffi.register_ffi_target(
-                name, handler, platform={"cpu": "cpu", "cuda": "CUDA"}[platform]
-            )
-    except Exception as error:  # whatever XLA says, as above
-        reason = f"its handlers could not be registered: {error!r}"
-        return NativeModule(platform, False, reason, built)
-    return NativeModule(platform, True, None, built, module.details())
+    return module.unavailable_reason() or None
 
 
 def _nvrtc_libraries() -> list[str]:
     """NVRTC as ``jax[cuda12]`` and ``jax[cuda13]`` install it, its builtins first."""
     try:
-        folders = importlib.import_module("nvidia").__path__
-    except ImportError:
+        folders = list(importlib.import_module("nvidia").__path__)
+    except (ImportError, AttributeError):
         return []
-    # In this order: cu13 before cuda_nvrtc (CUDA 12); libnvrtc-builtins, which NVRTC
-    # opens by name, before libnvrtc.
-    return sorted(
-        str(library)
+    libraries = [
+        library
         for folder in folders
         for library in pathlib.Path(folder).glob("*/lib/libnvrtc*.so.*")
         if ".alt." not in library.name
-    )
+    ]
+
+    def order(library: pathlib.Path) -> tuple[bool, bool]:
+        older_cuda = library.parts[-3] == "cuda_nvrtc"
+        opened_by_name = library.name.startswith("libnvrtc-builtins")
+        return older_cuda, not opened_by_name
+
+    return [str(library) for library in sorted(libraries, key=order)]
 
 
-def _import_failure(platform: str, error: Exception) -> str:
+def _failure(platform: str, error: Exception) -> str:
     name = f"_{platform}"
-    folder = pathlib.Path(__file__).parent
-    if isinstance(error, ModuleNotFoundError):
-        if platform == "cuda":
-            return "this installation holds no CUDA module (only Linux has one)"
-        return (
-            f"there is no compiled module {name} beside {folder}; install the "
-            "package with pip (python -m pip install .) rather than importing the "
-            "source folder"
-        )
-    return f"importing {name} failed: {error}"
+    if not isinstance(error, ModuleNotFoundError):
+        return f"loading {name} failed: {error!r}"
+    if platform == "cuda":
+        return "this installation holds no CUDA module (only Linux has one)"
+    return (
+        f"there is no compiled module {name} beside {pathlib.Path(__file__).parent}; "
+        "install the package with pip (python -m pip install .) rather than importing "
+        "the source folder"
+    )
 
 
 _RUNNING_FFI_API = _running_ffi_api_version()

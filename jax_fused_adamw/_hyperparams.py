@@ -45,7 +45,11 @@ def check_hyperparameter(name: str, value: Any) -> None:
         )
     if _is_host_value(value):
         condition, holds = _RANGES[name]
-        if not holds(float(value)):
+        try:
+            in_range = holds(float(value))
+        except OverflowError:  # an integer beyond float64
+            in_range = False
+        if not in_range:
             raise ValueError(f"fused_adamw: expected {condition}, got {name}={value}")
 
 

@@ -39,16 +39,17 @@ class InPlaceUpdate:
     def __init__(self, old: jax.Array, new: jax.Array):
         self._old = old
         self._new = new
-        self._difference = None
+        self._given_difference = None
 
     @property
     def difference(self) -> jax.Array:
         """``new - old``; -0.0 where the bits agree, so that adding it keeps them."""
-        if self._difference is None:
-            same = _bits(self._old) == _bits(self._new)
-            zero = jnp.array(-0.0, self._new.dtype)
-            self._difference = jnp.where(same, zero, self._new - self._old)
-        return self._difference
+        if self._given_difference is not None:
+            return self._given_difference
+        # Not kept: it belongs to the trace that asks, which may be a branch of a cond.
+        same = _bits(self._old) == _bits(self._new)
+        zero = jnp.array(-0.0, self._new.dtype)
+        return jnp.where(same, zero, self._new - self._old)
 
     def __radd__(self, param: Any) -> jax.Array:
         if self._old is not None and param is self._old:
@@ -67,7 +68,7 @@ class InPlaceUpdate:
     def tree_unflatten(cls, aux_data, children):
         del aux_data
         update = cls(None, None)
-        update._difference = children[0]
+        update._given_difference = children[0]
         return update
 
 

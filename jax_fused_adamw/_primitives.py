@@ -43,8 +43,9 @@ from jax_fused_adamw._reference import reference_update
 
 LEAF_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
-# Leaves in one equation of the jaxpr: the CUDA kernel's pointer table holds 606 with
-# AMSGrad, and calls of 256 compile in 2.6 s for 1000 leaves (H200, JAX 0.11.2).
+# Leaves in one equation of the jaxpr. In calls of 256 the step of 1000 small leaves
+# took 73.5 us and compiled in 4.8 s (H200, JAX 0.11.2); the CUDA kernel's leaf table
+# holds 380 of them at its widest.
 _LEAVES_PER_EQUATION = 256
 
 # Leaves in one custom call. XLA:CPU compiles n aliased buffers in about n^3 steps:
@@ -157,7 +158,9 @@ def _jitted_bind(config: UpdateConfig):
 
 @update_p.def_impl
 def _update_impl(*operands, config: UpdateConfig):
-    return _jitted_bind(config)(*operands)
+    # Under jax.disable_jit the jitted bind would come back here, for ever.
+    with jax.disable_jit(False):
+        return _jitted_bind(config)(*operands)
 
 
 for _platform in ("cpu", "cuda"):
@@ -228,7 +231,7 @@ def fused_update(
     if config.num_leaves == 0:
         return Results([], [], [], [])
     if implementation == "xla":
-        return reference_update(config, jax.tree.map(jnp.asarray, scalars), buffers)
+        return reference_update(config, scalars, buffers)
     parts = [
         unflatten_results(part, _update_call(part)(*flatten(scalars, leaves)))
         for part, leaves in chunks(config, buffers, _LEAVES_PER_EQUATION)

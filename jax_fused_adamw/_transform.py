@@ -123,18 +123,14 @@ def _update(
     _check_update(options, grads, state, params)
     write_params = options.in_place or _in_place.in_step()
     skip = skip_update_operand(skip_update)
-    leaves, treedef = jax.tree.flatten(params)
-    buffers = Buffers(
-        *(jax.tree.leaves(tree) for tree in (params, grads, state.mu, state.nu)),
-        nu_max=jax.tree.leaves(state.nu_max),
-    )
     counted = _count_step(state, skip)
-    hyper_bits, traced, traced_values = encode(
-        _hyperparams(options, state.count, gradient_scale)
-    )
+    hyperparams = _hyperparams(options, state.count, gradient_scale)
+    hyper_bits, traced, traced_values = encode(hyperparams)
     # The kernel reads the new count, so that XLA can increment it in place; the old
     # one, read by both, would be copied first. A skipped step reads neither.
     scalars = Scalars(counted.count, skip, hyper_bits, traced_values)
+    _checks.check_replication(params, grads, state, scalars)
+    buffers = _buffers(params, grads, state)
     config = UpdateConfig(
         decays=tuple(_checks.resolve_mask(options.mask, params)),
         traced=traced,
@@ -147,15 +143,21 @@ def _update(
         alias=options.alias and _any_traced(buffers),
     )
     results = fused_update(config, options.implementation, scalars, buffers)
+    unflatten = jax.tree.structure(params).unflatten
     out = results.out
     if write_params:
-        out = list(map(_in_place.InPlaceUpdate, leaves, out))
+        out = list(map(_in_place.InPlaceUpdate, buffers.params, out))
     new_state = counted._replace(
-        mu=treedef.unflatten(results.mu),
-        nu=treedef.unflatten(results.nu),
-        nu_max=None if state.nu_max is None else treedef.unflatten(results.nu_max),
+        mu=unflatten(results.mu),
+        nu=unflatten(results.nu),
+        nu_max=None if state.nu_max is None else unflatten(results.nu_max),
     )
-    return treedef.unflatten(out), new_state
+    return unflatten(out), new_state
+
+
+def _buffers(params: Any, grads: Any, state: FusedAdamWState) -> Buffers:
+    trees = (params, grads, state.mu, state.nu, state.nu_max)
+    return Buffers(*map(jax.tree.leaves, trees))
 
 
 def _hyperparams(

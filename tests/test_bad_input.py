@@ -40,6 +40,7 @@ BAD_OPTIONS = [
     (dict(learning_rate=float("nan")), ValueError, "learning_rate"),
     (dict(learning_rate=float("inf")), ValueError, "learning_rate"),
     (dict(learning_rate=np.float32("nan")), ValueError, "learning_rate"),
+    (dict(learning_rate=10**400), ValueError, "learning_rate"),
     (dict(learning_rate="1e-3"), TypeError, "learning_rate"),
     (dict(learning_rate=None), TypeError, "learning_rate"),
     (dict(learning_rate=True), TypeError, "learning_rate"),

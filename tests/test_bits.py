@@ -98,6 +98,23 @@ def test_every_low_precision_gradient_is_read_exactly(dtype):
     assert_same_bits(np.asarray(state.mu)[number], expected[number])
 
 
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize(
+    "scale", [1.0, 3.0, 1000.0, 0.1, 2.0**16, 2.0**-16, 2.0**126, 2.0**127, 2.0**-140]
+)
+def test_gradients_are_divided_by_the_scale_and_rounded_once(scale, maximize):
+    """Bit for bit the quotient, where the kernel multiplies by a reciprocal too."""
+    values = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    values *= np.float32(2.0) ** np.arange(-126, 126, 0.252).astype(np.float32)
+    grads = jnp.asarray(values)
+    tx = jfa.fused_adamw(1.0, b1=0.0, weight_decay=0.0, maximize=maximize)
+    _, state = tx.update(grads, tx.init(grads), grads, gradient_scale=scale)
+    with np.errstate(over="ignore", under="ignore"):
+        expected = values / np.float32(-scale if maximize else scale)
+    # Adding the decayed moment of 0.0 leaves no -0.0.
+    assert_same_bits(np.asarray(state.mu), expected + np.float32(0))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("factor", [0, 2**-9, 2**-24, 2**8])
 def test_every_low_precision_parameter_is_stored_to_nearest_even(dtype, factor):

@@ -78,6 +78,7 @@ FAKE_MODULE = """
     fake.ffi_api_version = {version}
     fake.registrations = {registrations}
     fake.details = dict
+    fake.unavailable_reason = str
     sys.modules["jax_fused_adamw._cpu"] = fake
 """
 
@@ -95,7 +96,24 @@ def test_registration_that_fails():
     report = broken(
         FAKE_MODULE.format(version="(0, 1)", registrations="lambda: {}['no handler']")
     )
-    assert "its handlers could not be registered: KeyError" in report
+    assert "loading _cpu failed: KeyError" in report
+
+
+def test_unknown_instruction_set_is_not_ignored():
+    report = broken("""
+        import os
+        os.environ["JAX_FUSED_ADAMW_CPU_ISA"] = "avx-2"
+    """)
+    assert "JAX_FUSED_ADAMW_CPU_ISA" in report
+
+
+def test_stray_nvidia_module_does_not_break_the_import():
+    run_python("""
+        import sys, types
+        sys.modules["nvidia"] = types.ModuleType("nvidia")
+        import jax_fused_adamw as jfa
+        assert jfa.kernel_info().cpu.loaded
+    """)
 
 
 @pytest.mark.parametrize(
@@ -176,8 +194,8 @@ def test_handler_checks_what_reaches_it():
         (dict(count_dtype=jnp.float32), "step"),
         (dict(moments=4), "mu of leaf 0: expected 3 elements, got 4"),
         (dict(traced=(1,) + (0,) * 6), "operands"),
-        (dict(traced=(0,) * 6), "operands"),
-        (dict(members=0), "operands"),
+        (dict(traced=(0,) * 6), "traced"),
+        (dict(members=0), "members"),
         (dict(members=2), "not divisible"),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=text):

@@ -262,6 +262,24 @@ def test_in_place_difference_of_a_kept_parameter_is_minus_zero():
     assert np.array_equal(difference, np.zeros(4)) and np.signbit(difference).all()
 
 
+def test_difference_may_be_read_in_a_branch_and_outside_it():
+    """Conditional logging of the updates must not leak a tracer."""
+    tx = bare(in_place=True)
+
+    @jax.jit
+    def train_step(params, state, log):
+        updates, state = tx.update(GRADS, state, params)
+        logged = jax.lax.cond(log, lambda: optax.tree.norm(updates), lambda: 0.0)
+        return optax.apply_updates(params, updates), logged, optax.tree.norm(updates)
+
+    with jax.checking_leaks():
+        _, logged, norm = train_step(PARAMS, tx.init(PARAMS), jnp.array(True))
+    assert float(logged) == pytest.approx(float(norm)) and float(norm) > 0.0
+    updates, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS)
+    inside = jax.jit(lambda: optax.tree.norm(updates))()
+    assert float(inside) == pytest.approx(float(optax.tree.norm(updates)))
+
+
 def test_numpy_parameters_meet_in_place_updates():
     params = jax.tree.map(np.asarray, PARAMS)
     tx = bare(in_place=True)

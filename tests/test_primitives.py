@@ -284,3 +284,13 @@ def _encode(**values):
         learning_rate=0.1, b1=0.9, b2=0.999, eps=1e-8, eps_root=0.0, weight_decay=0.1
     )
     return encode({**defaults, **values})
+
+
+@pytest.mark.parametrize("implementation", ["ffi", "xla"])
+def test_without_jit(implementation):
+    tx = jfa.fused_adamw(0.1, implementation=implementation)
+    params = {"w": jnp.ones(3)}
+    expected = tx.step(params, tx.init(params), params)
+    with jax.disable_jit():
+        got = tx.step(params, tx.init(params), params)
+    assert_same_bits(got, expected)

@@ -111,3 +111,49 @@ def test_members_of_a_vmap_shard_with_their_scalars():
     assert count_ops(compiled, "all-gather") == 0
     assert got.sharding.spec == P("x", "y")
     assert_same_bits(jax.device_get(got), jax.device_get(expected))
+
+
+@pytest.mark.parametrize(
+    "varying, text",
+    [
+        ("grad", "grads.*psum your gradients over .'x'."),
+        ("mu", "state.mu.*same in_specs"),
+        ("skip", "scalar.*reduce the scalar"),
+        ("scale", "scalar.*reduce the scalar"),
+    ],
+)
+def test_shard_map_operands_must_vary_alike(varying, text):
+    """Otherwise a parameter declared the same on all devices would stop being so."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    tx = jfa.fused_adamw(0.1)
+    whole, split = jnp.ones(8), jnp.ones((8, 8))
+
+    def local(w, other):
+        other = other[0]
+        grad = other if varying == "grad" else w
+        state = tx.init({"w": w})
+        if varying == "mu":
+            state = state._replace(mu={"w": other})
+        extra = dict(skip_update=other[0] > 0) if varying == "skip" else {}
+        extra |= dict(gradient_scale=other[0]) if varying == "scale" else {}
+        return jfa.step(tx, {"w": grad}, state, {"w": w}, **extra)[0]["w"]
+
+    in_specs = (P(), P("x"))
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P())
+    with pytest.raises(TypeError, match=text):
+        jax.jit(sharded)(whole, split)
+
+
+def test_shard_map_with_summed_gradients():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    tx = jfa.fused_adamw(0.1)
+
+    def local(w, grad):
+        grad = jax.lax.psum(grad[0], "x")
+        return jfa.step(tx, {"w": grad}, tx.init({"w": w}), {"w": w})[0]["w"]
+
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("x")), out_specs=P())
+    got = jax.jit(sharded)(jnp.ones(4), jnp.ones((8, 4)))
+    params = {"w": jnp.ones(4)}
+    expected, _ = tx.step({"w": 8 * jnp.ones(4)}, tx.init(params), params)
+    assert_same_bits(jax.device_get(got), jax.device_get(expected["w"]))

@@ -15,6 +15,10 @@
 #include "core/dtype.h"
 #include "core/macros.h"
 
+#ifdef __FAST_MATH__
+#error "jax_fused_adamw needs IEEE arithmetic: NaN and infinity decide. Build without -ffast-math."
+#endif
+
 namespace jfa {
 
 // Which second moment divides the step.

@@ -38,15 +38,16 @@ const InstructionSet* SupportedInstructionSets(int* count) {
   return Detected().sets;
 }
 
-const InstructionSet& SelectInstructionSet() {
-  static const int selected = [] {
+const InstructionSet* SelectInstructionSet() {
+  static const InstructionSet* const selected = []() -> const InstructionSet* {
     const char* wanted = std::getenv("JAX_FUSED_ADAMW_CPU_ISA");
-    for (int i = 0; wanted != nullptr && i < Detected().count; ++i) {
-      if (std::strcmp(wanted, Detected().sets[i].name) == 0) return i;
+    if (wanted == nullptr || *wanted == '\0') return &Detected().sets[0];
+    for (int i = 0; i < Detected().count; ++i) {
+      if (std::strcmp(wanted, Detected().sets[i].name) == 0) return &Detected().sets[i];
     }
-    return 0;
+    return nullptr;
   }();
-  return Detected().sets[selected];
+  return selected;
 }
 
 }  // namespace jfa::cpu

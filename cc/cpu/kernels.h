@@ -48,8 +48,9 @@ struct InstructionSet {
 // All sets this processor can run, widest first; the last is always "portable".
 const InstructionSet* SupportedInstructionSets(int* count);
 
-// The widest one, or the one named by JAX_FUSED_ADAMW_CPU_ISA where that is supported.
-const InstructionSet& SelectInstructionSet();
+// The widest one, or the one that JAX_FUSED_ADAMW_CPU_ISA names; null where this processor does not
+// have that.
+const InstructionSet* SelectInstructionSet();
 
 namespace portable {
 void UpdateOneBlock(const UpdateStep& step, const UpdateBlock& block);

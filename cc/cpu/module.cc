@@ -3,6 +3,7 @@
 
 #include "cpu/handlers.h"
 #include "cpu/kernels.h"
+#include "ffi/operands.h"
 
 namespace nb = nanobind;
 
@@ -10,18 +11,24 @@ NB_MODULE(_cpu, module) {
   module.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   module.def("registrations", [] {
     nb::dict targets;
-    targets["jax_fused_adamw_update_v1"] =
+    targets[jfa::kUpdateTarget] =
         nb::capsule(reinterpret_cast<void*>(jfa::cpu::UpdateHandler()));
     return targets;
   });
-  // For kernel_info().
+  // Why the kernel cannot run here; empty if it can.
+  module.def("unavailable_reason", [] {
+    if (jfa::cpu::SelectInstructionSet() != nullptr) return "";
+    return "JAX_FUSED_ADAMW_CPU_ISA names an instruction set that this processor or build does "
+           "not have";
+  });
+  // For kernel_info(), where there is no such reason.
   module.def("details", [] {
     int count = 0;
     const jfa::cpu::InstructionSet* sets = jfa::cpu::SupportedInstructionSets(&count);
     nb::list supported;
     for (int i = 0; i < count; ++i) supported.append(sets[i].name);
     nb::dict details;
-    details["instruction_set"] = jfa::cpu::SelectInstructionSet().name;
+    details["instruction_set"] = jfa::cpu::SelectInstructionSet()->name;
     details["supported"] = supported;
     return details;
   });

@@ -17,8 +17,8 @@
 namespace jfa::cpu {
 
 // Pool has Schedule(callable). `body(index)` must not throw; it is called once for each index in
-// [0, count), by at most num_helpers + 1 threads.
-template <typename Pool, typename Body>
+// [0, count), by at most num_helpers + 1 threads, each of which holds a WorkerScope meanwhile.
+template <typename WorkerScope, typename Pool, typename Body>
 void ParallelFor(Pool& pool, std::int64_t num_helpers, std::int64_t count, const Body& body) {
   struct Shared {
     std::atomic<std::int64_t> next{0};
@@ -31,9 +31,12 @@ void ParallelFor(Pool& pool, std::int64_t num_helpers, std::int64_t count, const
   const Body* const shared_body = &body;
   const auto work = [shared, shared_body, count] {
     std::int64_t done = 0;
-    for (std::int64_t i; (i = shared->next.fetch_add(1, std::memory_order_relaxed)) < count;) {
-      (*shared_body)(i);
-      ++done;
+    {
+      const WorkerScope scope;
+      for (std::int64_t i; (i = shared->next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+        (*shared_body)(i);
+        ++done;
+      }
     }
     if (done == 0) return;
     const std::lock_guard<std::mutex> lock(shared->mutex);

@@ -9,6 +9,7 @@
 
 #include "core/chunks.h"
 #include "core/leaf.h"
+#include "core/options.h"
 #include "core/scalars.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel_for.h"
@@ -37,14 +38,6 @@ class ScopedDefaultFloatEnv {
   std::fenv_t saved_;
 };
 
-struct UpdateOptions {
-  Amsgrad amsgrad;
-  bool nesterov;
-  bool maximize;
-  bool write_params;
-  std::int64_t members;
-};
-
 std::vector<UpdateStep> MakeSteps(const StepOperands& operands, const UpdateOptions& options);
 
 UpdateBlock MakeBlock(const LeafOperands& leaf, const Block& where, const UpdateStep& step);
@@ -70,9 +63,9 @@ void Update(Pool& pool, std::int64_t num_threads, const InstructionSet& isa,
     steps = MakeSteps(operands, options);
   }
   const auto update_block = [&](std::int64_t index) {
-    const ScopedDefaultFloatEnv float_env;
-    const LeafOperands& leaf = leaves[FindLeaf(first_block.data(), num_leaves, index)];
-    const std::int64_t block_in_leaf = index - first_block[&leaf - leaves.data()];
+    const int i = FindLeaf(first_block.data(), num_leaves, index);
+    const LeafOperands& leaf = leaves[i];
+    const std::int64_t block_in_leaf = index - first_block[i];
     const Block where =
         LocateBlock(block_in_leaf, leaf.num_elements / options.members, options.members,
                     kBlockElements);
@@ -81,7 +74,7 @@ void Update(Pool& pool, std::int64_t num_threads, const InstructionSet& isa,
   };
   std::int64_t num_helpers = num_elements < kParallelElements ? 0 : num_threads - 1;
   if (num_helpers > num_blocks - 1) num_helpers = num_blocks - 1;
-  ParallelFor(pool, num_helpers, num_blocks, update_block);
+  ParallelFor<ScopedDefaultFloatEnv>(pool, num_helpers, num_blocks, update_block);
 }
 
 }  // namespace jfa::cpu

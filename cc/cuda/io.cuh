@@ -12,6 +12,8 @@
 
 namespace jfa::cuda {
 
+static_assert(kVector == 4, "one 16-byte access of float32, as the vector types below have it");
+
 // Values of the arithmetic.
 struct Vector {
   float value[kVector];

@@ -53,6 +53,16 @@ ModuleOrError LoadImage(const Driver& driver, const void* image) {
   return loaded;
 }
 
+ModuleOrError LoadFatbin(const Driver& driver) {
+  ModuleOrError loaded = LoadImage(driver, EmbeddedFatbin());
+  if (loaded.error.empty()) return loaded;
+  std::string ignored;
+  loaded.error += "; they were compiled for sm " + std::string(EmbeddedFatbinArchitectures()) +
+                  " and this device is sm_" + std::to_string(Architecture(driver, &ignored)) +
+                  ": set JAX_FUSED_ADAMW_CUDA_COMPILER=nvrtc, or build for it";
+  return loaded;
+}
+
 ModuleOrError LoadWithNvrtc(const Driver& driver, const KernelName& name) {
   std::string error;
   const int architecture = Architecture(driver, &error);
@@ -79,7 +89,7 @@ ModuleOrError GetModule(const Driver& driver, CuContext context, const KernelNam
   const ModuleKey key{context, compiler == Compiler::kNvcc ? "" : name.Group()};
   const auto found = All().modules.find(key);
   if (found != All().modules.end()) return {found->second, ""};
-  ModuleOrError loaded = compiler == Compiler::kNvcc ? LoadImage(driver, EmbeddedFatbin())
+  ModuleOrError loaded = compiler == Compiler::kNvcc ? LoadFatbin(driver)
                                                      : LoadWithNvrtc(driver, name);
   if (loaded.error.empty()) All().modules[key] = loaded.module;
   return loaded;
@@ -118,10 +128,9 @@ Kernel GetKernel(const KernelName& name) {
   if (!kernel.ok()) return kernel;
   CuContext context = nullptr;
   const CuResult current = driver.CtxGetCurrent(&context);
-  if (current != 0 || context == nullptr) {
-    kernel.error = "no CUDA context is current: " + driver.Describe(current);
-    return kernel;
-  }
+  if (current != 0) kernel.error = "asking for the CUDA context: " + driver.Describe(current);
+  if (current == 0 && context == nullptr) kernel.error = "no CUDA context is current";
+  if (!kernel.ok()) return kernel;
   const FunctionKey key{context, name.String()};
   const std::lock_guard<std::mutex> lock(All().mutex);
   const auto found = All().functions.find(key);

@@ -11,6 +11,7 @@
 #include "cuda/kernel_cache.h"
 #include "cuda/kernels.h"
 #include "cuda/nvrtc.h"
+#include "ffi/operands.h"
 
 namespace nb = nanobind;
 
@@ -61,7 +62,7 @@ NB_MODULE(_cuda, module) {
     stages["initialize"] = Capsule(jfa::cuda::UpdateInitializeHandler());
     stages["execute"] = Capsule(jfa::cuda::UpdateExecuteHandler());
     nb::dict targets;
-    targets["jax_fused_adamw_update_v1"] = stages;
+    targets[jfa::kUpdateTarget] = stages;
     return targets;
   });
   module.def("details", &Details);

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "cuda/driver.h"
 #include "cuda/embedded.h"
 
 namespace jfa::cuda {
@@ -50,9 +51,15 @@ Nvrtc Load() {
   std::vector<std::string> paths = Libraries();
   for (const char* name : {"libnvrtc.so.13", "libnvrtc.so.12"}) paths.emplace_back(name);
   Nvrtc nvrtc;
+  const int driver_major = GetDriver().Version() / 1000;
   for (const std::string& path : paths) {
-    void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
-    if (library != nullptr && FindAll(library, &nvrtc)) return nvrtc;
+    void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    int major = 0;
+    int minor = 0;
+    const bool found = library != nullptr && FindAll(library, &nvrtc) &&
+                       nvrtc.Version(&major, &minor) == 0;
+    // A driver may refuse what a newer major release compiled.
+    if (found && (driver_major == 0 || major <= driver_major)) return nvrtc;
   }
   nvrtc.error =
       "no NVRTC library was found; install jax[cuda12] or jax[cuda13], which bring it, or build "

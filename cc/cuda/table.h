@@ -13,6 +13,7 @@
 #include "core/dtype.h"
 #include "core/macros.h"
 #include "core/scalars.h"
+#include "cuda/tuning.h"
 
 namespace jfa::cuda {
 
@@ -66,6 +67,9 @@ struct UpdateArguments {
     return reinterpret_cast<char*>(words[leaf * options.num_buffers + index]);
   }
 };
+
+static_assert(sizeof(UpdateArguments<kSmallTableWords>) <= 4096, "what CUDA before 12.1 allowed");
+static_assert(sizeof(UpdateArguments<kLargeTableWords>) <= 32764, "what a kernel's parameters may be");
 
 }  // namespace jfa::cuda
 

@@ -6,18 +6,11 @@
 #include <vector>
 
 #include "core/leaf.h"
+#include "core/options.h"
 #include "core/scalars.h"
 #include "cuda/driver.h"
 
 namespace jfa::cuda {
-
-struct UpdateOptions {
-  Amsgrad amsgrad;
-  bool nesterov;
-  bool maximize;
-  bool write_params;
-  long long members;
-};
 
 // Compiles and loads what Update will launch for leaves of these dtypes. Returns an error text,
 // empty on success. Not while a stream is being captured.

@@ -140,45 +140,82 @@ LeafOperands DecodeLeaf(Decoder& decoder, std::size_t num_scalars, std::size_t l
   return operands;
 }
 
+struct Attributes {
+  UpdateOptions options;
+  ffi::Span<const std::uint8_t> decays;
+  ffi::Span<const std::uint8_t> traced;
+
+  bool has_nu_max() const { return options.amsgrad != Amsgrad::kOff; }
+};
+
+// Reads one attribute into `value`; returns whether it was there, with this type.
+template <typename T, typename Value>
+bool Get(const ffi::Dictionary& attributes, const char* name, Value* value) {
+  const ffi::ErrorOr<T> found = attributes.get<T>(name);
+  if (found.has_value()) *value = static_cast<Value>(*found);
+  return found.has_value();
+}
+
+ffi::ErrorOr<Attributes> DecodeAttributes(const ffi::Dictionary& dictionary) {
+  Attributes attributes{};
+  UpdateOptions& options = attributes.options;
+  std::int64_t amsgrad = 0;
+  using Flags = ffi::Span<const std::uint8_t>;
+  const bool complete = Get<std::int64_t>(dictionary, "amsgrad", &amsgrad) &&
+                        Get<bool>(dictionary, "nesterov", &options.nesterov) &&
+                        Get<bool>(dictionary, "maximize", &options.maximize) &&
+                        Get<bool>(dictionary, "write_params", &options.write_params) &&
+                        Get<std::int64_t>(dictionary, "members", &options.members) &&
+                        Get<Flags>(dictionary, "decays", &attributes.decays) &&
+                        Get<Flags>(dictionary, "traced", &attributes.traced);
+  if (!complete) return ffi::Unexpected(Invalid("an attribute is missing or of another type"));
+  if (amsgrad < 0 || amsgrad > 2) {
+    return ffi::Unexpected(Invalid("unknown amsgrad attribute " + std::to_string(amsgrad)));
+  }
+  options.amsgrad = static_cast<Amsgrad>(amsgrad);
+  if (options.members < 1) return ffi::Unexpected(Invalid("members must be 1 or more"));
+  if (attributes.traced.size() != kNumHyper) {
+    return ffi::Unexpected(Invalid("traced must have one entry for each hyperparameter"));
+  }
+  return attributes;
+}
+
 }  // namespace
 
-ffi::ErrorOr<UpdateOperands> DecodeUpdateOperands(ffi::RemainingArgs args, ffi::RemainingRets rets,
-                                                  const CallShape& shape) {
-  const bool has_max = shape.amsgrad != Amsgrad::kOff;
-  const std::size_t num_leaves = shape.decays.size();
+ffi::ErrorOr<UpdateOperands> DecodeUpdate(ffi::RemainingArgs args, ffi::RemainingRets rets,
+                                          ffi::Dictionary dictionary) {
+  const ffi::ErrorOr<Attributes> decoded = DecodeAttributes(dictionary);
+  if (!decoded.has_value()) return ffi::Unexpected(decoded.error());
+  const Attributes& attributes = *decoded;
+  const bool has_max = attributes.has_nu_max();
+  const std::size_t num_leaves = attributes.decays.size();
   std::size_t num_scalars = 3;
-  for (const std::uint8_t is_traced : shape.traced) num_scalars += is_traced != 0;
+  for (const std::uint8_t is_traced : attributes.traced) num_scalars += is_traced != 0;
   const std::size_t num_args = num_scalars + num_leaves * (has_max ? 5 : 4);
   const std::size_t num_rets = num_leaves * (has_max ? 4 : 3);
-  if (shape.members < 1 || shape.traced.size() != kNumHyper || args.size() != num_args ||
-      rets.size() != num_rets) {
+  if (args.size() != num_args || rets.size() != num_rets) {
     return ffi::Unexpected(Invalid("expected " + std::to_string(num_args) + " operands and " +
                                    std::to_string(num_rets) + " results for " +
                                    std::to_string(num_leaves) + " leaves, got " +
                                    std::to_string(args.size()) + " and " +
                                    std::to_string(rets.size())));
   }
-  Decoder decoder(args, rets, shape.members);
+  const std::int64_t members = attributes.options.members;
+  Decoder decoder(args, rets, members);
   UpdateOperands operands;
-  operands.step = DecodeStep(decoder, shape.traced);
+  operands.options = attributes.options;
+  operands.step = DecodeStep(decoder, attributes.traced);
   operands.leaves.reserve(num_leaves);
   for (std::size_t leaf = 0; leaf < num_leaves && decoder.ok(); ++leaf) {
     operands.leaves.push_back(DecodeLeaf(decoder, num_scalars, leaf, num_leaves, has_max));
-    operands.leaves.back().decays = shape.decays[leaf] != 0;
-    if (operands.leaves.back().num_elements % shape.members != 0) {
+    operands.leaves.back().decays = attributes.decays[leaf] != 0;
+    if (operands.leaves.back().num_elements % members != 0) {
       decoder.Fail(LeafName("parameter", leaf) + ": not divisible into " +
-                   std::to_string(shape.members) + " members");
+                   std::to_string(members) + " members");
     }
   }
   if (!decoder.ok()) return ffi::Unexpected(decoder.error());
   return operands;
-}
-
-ffi::ErrorOr<Amsgrad> DecodeAmsgrad(std::int64_t value) {
-  if (value < 0 || value > 2) {
-    return ffi::Unexpected(Invalid("unknown amsgrad attribute " + std::to_string(value)));
-  }
-  return static_cast<Amsgrad>(value);
 }
 
 }  // namespace jfa

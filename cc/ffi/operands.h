@@ -4,6 +4,9 @@
 //   arguments  step, skip_update, hyper_bits, traced... (core/scalars.h), then
 //              params..., grads..., mu..., nu... [, nu_max...]
 //   results    params... (write_params) or updates..., mu..., nu... [, nu_max...]
+//   attributes amsgrad i64, nesterov, maximize, write_params bool, members i64,
+//              decays u8[leaves]: does weight decay apply,
+//              traced u8[7]: is the hyperparameter an operand of its own
 //
 // Python has checked all of this with the leaves' names; these checks guard the memory.
 #ifndef JAX_FUSED_ADAMW_CC_FFI_OPERANDS_H_
@@ -16,29 +19,31 @@
 
 #include "core/adamw.h"
 #include "core/leaf.h"
+#include "core/options.h"
 #include "core/scalars.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jfa {
 
+// The name under which every platform registers its handler; a version, because jax.export keeps it.
+inline constexpr char kUpdateTarget[] = "jax_fused_adamw_update_v1";
+
 struct UpdateOperands {
+  UpdateOptions options;
   StepOperands step;
   std::vector<LeafOperands> leaves;
 };
 
-// What the attributes of the call say about its operands.
-struct CallShape {
-  Amsgrad amsgrad;
-  std::int64_t members;
-  xla::ffi::Span<const std::uint8_t> decays;  // one a leaf: does weight decay apply
-  xla::ffi::Span<const std::uint8_t> traced;  // one a hyperparameter: is it an operand of its own
-};
+// Buffers and attributes of a call, or what is wrong with them.
+xla::ffi::ErrorOr<UpdateOperands> DecodeUpdate(xla::ffi::RemainingArgs args,
+                                               xla::ffi::RemainingRets rets,
+                                               xla::ffi::Dictionary attributes);
 
-xla::ffi::ErrorOr<UpdateOperands> DecodeUpdateOperands(xla::ffi::RemainingArgs args,
-                                                       xla::ffi::RemainingRets rets,
-                                                       const CallShape& shape);
-
-xla::ffi::ErrorOr<Amsgrad> DecodeAmsgrad(std::int64_t value);
+// The part of the binding that every platform's handler has.
+template <typename Binding>
+auto BindUpdate(Binding binding) {
+  return std::move(binding).RemainingArgs().RemainingRets().Attrs();
+}
 
 }  // namespace jfa
 

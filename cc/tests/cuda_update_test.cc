@@ -149,7 +149,7 @@ std::vector<unsigned char> RunOnCpu(const Case& c) {
   operands.skip_update = {&scalars.skip, false};
   operands.hyper_bits = scalars.hyper_bits;
   Inline pool;
-  cpu::Update(pool, 1, cpu::SelectInstructionSet(), operands, {MakeLeaf(c, in, outputs)},
+  cpu::Update(pool, 1, *cpu::SelectInstructionSet(), operands, {MakeLeaf(c, in, outputs)},
               {c.amsgrad, c.nesterov, true, c.write_params, c.members});
   std::vector<unsigned char> bytes = out;
   for (int i = 2; i < (c.amsgrad != Amsgrad::kOff ? 5 : 4); ++i) {
