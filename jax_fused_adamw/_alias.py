@@ -116,12 +116,15 @@ def fused_adamw(
       in_place: let ``update`` return :class:`InPlaceUpdate` nodes, which
         ``optax.apply_updates`` turns into the parameters the kernel has written. Works
         in ``chain``, ``masked``, ``multi_transform``, Flax's ``TrainState`` and
-        ``nnx.Optimizer``. Does not work with ``eqx.apply_updates`` or with
-        ``optax.add_decayed_weights`` after it; ``apply_if_finite`` around it loses the
-        benefit; reading the updates costs a copy of the parameters.
+        ``nnx.Optimizer``. Does not work with ``eqx.apply_updates``, inside a
+        ``lax.cond`` whose other branch returns arrays (``optax.apply_if_finite``), or
+        before what combines updates with another tree (``optax.ema``,
+        ``add_decayed_weights``, ``lookahead``): there use :func:`step`. Reading the
+        updates costs a copy of the parameters.
       implementation: ``None`` or ``"ffi"`` is the platform's native kernel, an error
         where cpu or cuda has none; ``"xla"`` is plain JAX, for comparison and for
-        differentiating through a step.
+        differentiating through a step (with ``eps_root > 0``: the square root of a
+        zero moment has no finite derivative).
 
     Returns:
       An :class:`optax.GradientTransformationExtraArgs` with a method ``step``. Its
@@ -167,7 +170,8 @@ def fused_adamw(
         "weight_decay": weight_decay,
     }.items():
         check_hyperparameter(name, value)
-    _checks.check_static("mask", mask)
+    if not callable(mask):
+        _checks.check_mask_values(mask)
     _checks.check_static("mu_dtype", mu_dtype)
     _checks.check_static("nu_dtype", nu_dtype)
     if isinstance(mask, bool) and isinstance(seed, jax.Array):

@@ -51,6 +51,8 @@ def _check_leaf_dtype(tree: str, path: Any, leaf: Any, remedy: str) -> None:
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) or (
         np.dtype(leaf.dtype) not in map(np.dtype, LEAF_DTYPES)
     ):
+        if leaf.dtype == np.float64:
+            remedy = f"float64 is not built yet: {remedy}"
         raise TypeError(
             f"fused_adamw: {name} has dtype {leaf.dtype}, expected {_DTYPE_NAMES}; "
             f"{remedy}"
@@ -62,11 +64,16 @@ def check_same_tree(name: str, tree: Any, params: Any, remedy: str) -> None:
     if jax.tree.structure(tree) == jax.tree.structure(params):
         return
     _check_dense(name, tree)
-    expected = [path for path, _ in flatten_with_paths(params)[0]]
-    got = [path for path, _ in flatten_with_paths(tree)[0]]
+    expected = dict.fromkeys(path for path, _ in flatten_with_paths(params)[0])
+    got = dict.fromkeys(path for path, _ in flatten_with_paths(tree)[0])
     missing = [path for path in expected if path not in got]
     extra = [path for path in got if path not in expected]
-    if missing:
+    if missing and extra:
+        what = (
+            f"it has {leaf_name(name, extra[0])} and lacks "
+            f"{leaf_name(name, missing[0])}; are its containers the same?"
+        )
+    elif missing:
         what = f"{leaf_name(name, missing[0])} is missing"
     elif extra:
         what = f"{leaf_name(name, extra[0])} has no counterpart in params"
@@ -185,11 +192,8 @@ def check_counter(name: str, counter: Any) -> None:
         )
 
 
-def resolve_mask(mask: Any, params: Any) -> list[bool]:
-    """One bool a leaf of params, from a tree, a prefix of it, or a callable."""
-    if mask is None:
-        return [True] * len(jax.tree.leaves(params))
-    tree = mask(params) if callable(mask) else mask
+def check_mask_values(tree: Any) -> None:
+    """Raises TypeError unless every leaf of a mask is a Python bool."""
     for path, value in flatten_with_paths(tree)[0]:
         check_static(leaf_name("mask", path), value)
         if not isinstance(value, (bool, np.bool_)):
@@ -197,12 +201,20 @@ def resolve_mask(mask: Any, params: Any) -> list[bool]:
                 f"fused_adamw: {leaf_name('mask', path)} must be a Python bool, got "
                 f"{value!r}"
             )
+
+
+def resolve_mask(mask: Any, params: Any) -> list[bool]:
+    """One bool a leaf of params, from a tree, a prefix of it, or a callable."""
+    if mask is None:
+        return [True] * len(jax.tree.leaves(params))
+    tree = mask(params) if callable(mask) else mask
+    check_mask_values(tree)
     try:
         spread = jax.tree.broadcast(tree, params)
     except ValueError as error:
         raise ValueError(
-            "fused_adamw: mask must be a prefix of the parameters' tree: "
-            f"{jax.tree.structure(tree)} is none of {jax.tree.structure(params)}"
+            f"fused_adamw: the mask's tree, {jax.tree.structure(tree)}, is not a "
+            f"prefix of the parameters' tree, {jax.tree.structure(params)}"
         ) from error
     return [bool(value) for value in jax.tree.leaves(spread)]
 

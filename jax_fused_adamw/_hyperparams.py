@@ -1,6 +1,5 @@
 """Hyperparameters: what a caller may give, and the operands they become."""
 
-import math
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +12,19 @@ from jax_fused_adamw._operands import HYPERPARAMETERS
 
 ScalarOrSchedule = float | jax.Array | Callable[[jax.Array], jax.Array]
 
+
+def _is_finite(x: float) -> bool:
+    return abs(x) <= float(np.finfo(np.float32).max)
+
+
 # What each value must satisfy where the host can see it.
 _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "learning_rate": ("a finite number", math.isfinite),
+    "learning_rate": ("a number finite in float32", _is_finite),
     "b1": ("0 <= b1 < 1", lambda x: 0.0 <= x < 1.0),
     "b2": ("0 <= b2 < 1", lambda x: 0.0 <= x < 1.0),
-    "eps": ("a finite eps >= 0", lambda x: 0.0 <= x < math.inf),
-    "eps_root": ("a finite eps_root >= 0", lambda x: 0.0 <= x < math.inf),
-    "weight_decay": ("a finite weight_decay >= 0", lambda x: 0.0 <= x < math.inf),
+    "eps": ("a finite eps >= 0", lambda x: 0.0 <= x and _is_finite(x)),
+    "eps_root": ("a finite eps_root >= 0", lambda x: 0.0 <= x and _is_finite(x)),
+    "weight_decay": ("a finite decay >= 0", lambda x: 0.0 <= x and _is_finite(x)),
 }
 
 # In these, a rounding to 16 bits changes the method: bfloat16(0.999) is 1.0.
@@ -120,6 +124,10 @@ def skip_update_operand(value: Any) -> np.bool_ | jax.Array:
 
 def _check_step_scalar(name: str, value: Any, kinds: tuple[Any, ...]) -> None:
     expected = " or ".join(kind.__name__.rstrip("_") for kind in kinds)
+    if isinstance(value, numbers.Integral) and not isinstance(
+        value, (bool, np.generic)
+    ):
+        value = np.int32(value != 0)  # of any size; only its kind is looked at
     is_number = isinstance(value, (bool, numbers.Real))
     if not (_is_array(value) or is_number):
         raise TypeError(

@@ -8,6 +8,8 @@ them to ``optax.apply_updates`` in the place of the update.
 
 import contextlib
 import contextvars
+import dataclasses
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,8 +19,18 @@ import optax
 from jax import lax
 from jax.extend.core import get_opaque_trace_state
 
-# The trace in which `step` runs, None outside of it.
-_STEP_TRACE = contextvars.ContextVar("jax_fused_adamw_step_trace", default=None)
+
+@dataclasses.dataclass
+class _Step:
+    """A running :func:`step`: its trace, and whether in-place updates came of it."""
+
+    trace: Any
+    made_updates: bool = False
+
+
+_STEP: contextvars.ContextVar[_Step | None] = contextvars.ContextVar(
+    "jax_fused_adamw_step", default=None
+)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -58,6 +70,12 @@ class InPlaceUpdate:
 
     __add__ = __radd__
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"an InPlaceUpdate has no {name!r}; its .difference, or jax.tree.map over "
+            "the updates, gives arrays"
+        )
+
     def __repr__(self) -> str:
         return f"InPlaceUpdate({self.difference!r})"
 
@@ -77,22 +95,27 @@ def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, words[jnp.asarray(x).dtype.itemsize])
 
 
-def in_step() -> bool:
-    """Whether :func:`step` can take an :class:`InPlaceUpdate` from here.
+def write_params_in_step() -> bool:
+    """Whether :func:`step` asks for :class:`InPlaceUpdate` here.
 
     Not from inside a ``lax.cond`` or ``jit`` that a wrapper has put between the two
     (``optax.apply_if_finite``): what crosses it are plain arrays.
     """
-    return _STEP_TRACE.get() == get_opaque_trace_state()
+    running = _STEP.get()
+    if running is None or running.trace != get_opaque_trace_state():
+        return False
+    running.made_updates = True
+    return True
 
 
 @contextlib.contextmanager
-def _stepping() -> Iterator[None]:
-    token = _STEP_TRACE.set(get_opaque_trace_state())
+def _stepping() -> Iterator[_Step]:
+    running = _Step(get_opaque_trace_state())
+    token = _STEP.set(running)
     try:
-        yield
+        yield running
     finally:
-        _STEP_TRACE.reset(token)
+        _STEP.reset(token)
 
 
 def step(
@@ -113,8 +136,9 @@ def step(
 
     Where a wrapper hides the new parameters, the result is still right, at the cost
     of the ordinary protocol: a transformation after ours that changes the updates, or
-    ``optax.apply_if_finite`` around it. One that maps its updates together with the
-    parameters (``optax.add_decayed_weights``) cannot stand after ours.
+    ``optax.apply_if_finite`` around it. One that cannot take in-place updates at all
+    (``optax.ema``, ``add_decayed_weights``, ``lookahead``, ``flatten``) gets plain
+    ones, with a warning that says so.
 
     Args:
       tx: the transformation; ours, or any that contains ours.
@@ -144,6 +168,20 @@ def step(
       True
     """
     tx = optax.with_extra_args_support(tx)
-    with _stepping():
-        updates, state = tx.update(grads, state, params, **extra_args)
-    return optax.apply_updates(params, updates), state
+    with _stepping() as running:
+        try:
+            updates, new_state = tx.update(grads, state, params, **extra_args)
+            return optax.apply_updates(params, updates), new_state
+        except (TypeError, ValueError) as error:
+            if not running.made_updates:
+                raise
+            first_error = error
+    # A wrapper may have stumbled over an InPlaceUpdate; any other mistake comes again.
+    updates, new_state = tx.update(grads, state, params, **extra_args)
+    warnings.warn(
+        "jax_fused_adamw.step: a transformation around fused_adamw cannot take in-place"
+        " updates, so this step adds plain ones, which costs one more pass over the "
+        f"parameters. It said: {str(first_error).splitlines()[0]}",
+        stacklevel=2,
+    )
+    return optax.apply_updates(params, updates), new_state

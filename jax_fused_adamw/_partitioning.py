@@ -76,6 +76,9 @@ def _align_members(mesh, placements):
     specs = []
     for placement in placements:
         if not hasattr(placement, "spec"):
+            if placement.is_fully_replicated:
+                specs.append(())
+                continue
             raise NotImplementedError(
                 "fused_adamw: vmap with batched scalars inside a shard_map that is "
                 "manual over only some mesh axes; make it manual over all of them"

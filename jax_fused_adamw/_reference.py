@@ -2,8 +2,9 @@
 
 It serves the platforms that have no kernel of ours and ``implementation="xla"``,
 and it is one link of the tests' chain of trust. It agrees with the kernels within
-a few ulp, not bit for bit: XLA may fuse multiplications and additions, and without
-x64 there is no float64 for the bias corrections.
+a few ulp, not bit for bit: XLA may fuse multiplications and additions, without x64
+there is no float64 for the bias corrections, and XLA:CPU flushes subnormals, a
+subnormal ``gradient_scale`` among them.
 """
 
 from typing import NamedTuple

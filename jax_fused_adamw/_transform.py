@@ -121,7 +121,7 @@ def _update(
             raise ValueError(_checks.NO_PARAMS_MESSAGE)
         params = grads
     _check_update(options, grads, state, params)
-    write_params = options.in_place or _in_place.in_step()
+    write_params = options.in_place or _in_place.write_params_in_step()
     skip = skip_update_operand(skip_update)
     counted = _count_step(state, skip)
     hyperparams = _hyperparams(options, state.count, gradient_scale)
@@ -191,9 +191,9 @@ def _check_update(options: Options, grads: Any, state: Any, params: Any) -> None
         )
     _checks.check_params(params)
     _checks.check_grads(grads, params)
-    for name in ("mu", "nu", "nu_max"):
-        if getattr(state, name) is not None:
-            _checks.check_moments(name, getattr(state, name), params)
+    moments = ("mu", "nu") if state.nu_max is None else ("mu", "nu", "nu_max")
+    for name in moments:
+        _checks.check_moments(name, getattr(state, name), params)
     for name in ("count", "skipped", "consecutive"):
         _checks.check_counter(name, getattr(state, name))
 

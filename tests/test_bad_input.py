@@ -41,6 +41,10 @@ BAD_OPTIONS = [
     (dict(learning_rate=float("inf")), ValueError, "learning_rate"),
     (dict(learning_rate=np.float32("nan")), ValueError, "learning_rate"),
     (dict(learning_rate=10**400), ValueError, "learning_rate"),
+    (dict(learning_rate=1e39), ValueError, "float32"),
+    (dict(weight_decay=1e300), ValueError, "weight_decay"),
+    (dict(mask="x"), TypeError, "mask must be a Python bool"),
+    (dict(mask={"w": 1}), TypeError, r"mask\['w'\]"),
     (dict(learning_rate="1e-3"), TypeError, "learning_rate"),
     (dict(learning_rate=None), TypeError, "learning_rate"),
     (dict(learning_rate=True), TypeError, "learning_rate"),
@@ -211,6 +215,11 @@ BAD_CALLS = {
         r"state.mu\['layer'\]\['b'\] has dtype bfloat16, expected float32",
     ),
     "moment is a number": (state_with("mu", ("scale",), 0.0), TypeError, "state.mu"),
+    "state without mu": (
+        dict(state=STATE._replace(mu=None)),
+        ValueError,
+        r"state.mu\['layer'\]\['b'\] is missing",
+    ),
     "float count": (
         dict(state=STATE._replace(count=jnp.zeros(()))),
         TypeError,
@@ -294,7 +303,6 @@ def test_init_refuses_other_dtypes_by_path(dtype):
 
 BAD_MASKS = {
     "not a prefix": ({"layer": {"w": True}, "scale": True}, ValueError, "mask"),
-    "number": ({"layer": 1, "scale": True}, TypeError, r"mask\['layer'\]"),
     "callable that returns an array": (
         lambda params: jnp.array(True),
         TypeError,
@@ -366,3 +374,9 @@ def test_plain_jax_can_be_differentiated():
         return jfa.step(tx, GRADS, STATE, params)[0]["scale"]
 
     np.testing.assert_allclose(jax.grad(after_step)(jnp.ones(())), 1 - 0.1 * 0.5)
+
+
+def test_integers_of_any_size_are_scales_and_skips():
+    tx = jfa.fused_adamw(1e-3)
+    huge = tx.step(GRADS, STATE, PARAMS, gradient_scale=2**100, skip_update=2**70)
+    assert int(huge[1].skipped) == 1

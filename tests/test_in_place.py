@@ -310,6 +310,32 @@ def test_apply_if_finite_around_in_place_is_an_error():
         run(with_protocol(tx), tx)
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.chain(tx, optax.ema(0.9)),
+        lambda tx: optax.chain(tx, optax.trace(0.9)),
+        lambda tx: optax.chain(tx, optax.add_decayed_weights(0.1)),
+        lambda tx: optax.chain(tx, optax.scale_by_trust_ratio()),
+        lambda tx: optax.chain(tx, optax.keep_params_nonnegative()),
+        lambda tx: optax.flatten(tx),
+    ],
+    ids=["ema", "trace", "decay", "trust_ratio", "nonnegative", "flatten"],
+)
+def test_step_gives_plain_updates_to_wrappers_that_need_them(wrap):
+    tx = wrap(bare())
+    with pytest.warns(UserWarning, match="cannot take in-place updates"):
+        got = run(with_step(tx), tx)
+    assert_same_bits(got, run(with_protocol(tx), tx))
+
+
+def test_in_place_update_names_the_way_to_its_numbers():
+    tx = bare(in_place=True)
+    updates, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS)
+    with pytest.raises(AttributeError, match="difference"):
+        updates["w"].mean()
+
+
 def test_jit_between_step_and_ours_is_correct():
     inner = bare()
     tx = optax.GradientTransformationExtraArgs(inner.init, jax.jit(inner.update))

@@ -83,6 +83,19 @@ def test_inside_shard_map():
     )
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_vmap_of_arrays_made_before_the_mesh(kind):
+    """Such arrays reach the partitioner without a spec, replicated."""
+    tx = jfa.fused_adamw(0.1)
+    params = jnp.linspace(0.0, 1.0, 12).reshape(4, 3)
+    state = jax.vmap(tx.init)(params)
+    expected = jax.vmap(lambda p, s: tx.step(p, s, p))(params, state)
+    kinds = (getattr(AxisType, kind),)
+    with jax.set_mesh(jax.make_mesh((8,), ("m",), axis_types=kinds)):
+        got = jax.jit(jax.vmap(lambda p, s: tx.step(p, s, p)))(params, state)
+    assert_same_bits(jax.device_get(got), jax.device_get(expected))
+
+
 def test_members_of_a_vmap_shard_with_their_scalars():
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     rates, skips = jnp.linspace(0.1, 0.8, 8), jnp.arange(8) % 2
