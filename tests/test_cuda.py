@@ -149,7 +149,9 @@ def test_vmap_over_leaves_and_scalars():
 
 
 def test_donated_step_copies_nothing():
-    params, grads = jax.device_put(make_leaves(SIZES, grad_dtype="bfloat16"), GPU)
+    # XLA makes a copied constant of every empty result, whoever computes it.
+    sizes = [n for n in SIZES if n > 0]
+    params, grads = jax.device_put(make_leaves(sizes, grad_dtype="bfloat16"), GPU)
     tx = jfa.fused_adamw(1e-2)
 
     def step(params, state, grads):
