@@ -11,8 +11,7 @@ NB_MODULE(_cpu, module) {
   module.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   module.def("registrations", [] {
     nb::dict targets;
-    targets[jfa::kUpdateTarget] =
-        nb::capsule(reinterpret_cast<void*>(jfa::cpu::UpdateHandler()));
+    targets[jfa::kUpdateTarget] = nb::capsule(reinterpret_cast<void*>(jfa::cpu::UpdateHandler()));
     return targets;
   });
   // Why the kernel cannot run here; empty if it can.

@@ -52,8 +52,8 @@ void Update(Pool& pool, std::int64_t num_threads, const InstructionSet& isa,
   for (int i = 0; i < num_leaves; ++i) {
     const std::int64_t n = leaves[i].num_elements;
     num_elements += n;
-    first_block[i + 1] = first_block[i] + BlocksInLeaf(options.members, n / options.members,
-                                                       kBlockElements);
+    first_block[i + 1] =
+        first_block[i] + BlocksInLeaf(options.members, n / options.members, kBlockElements);
   }
   const std::int64_t num_blocks = first_block[num_leaves];
   if (num_blocks == 0) return;
@@ -66,9 +66,8 @@ void Update(Pool& pool, std::int64_t num_threads, const InstructionSet& isa,
     const int i = FindLeaf(first_block.data(), num_leaves, index);
     const LeafOperands& leaf = leaves[i];
     const std::int64_t block_in_leaf = index - first_block[i];
-    const Block where =
-        LocateBlock(block_in_leaf, leaf.num_elements / options.members, options.members,
-                    kBlockElements);
+    const Block where = LocateBlock(block_in_leaf, leaf.num_elements / options.members,
+                                    options.members, kBlockElements);
     const UpdateStep& step = steps[where.member];
     isa.update_block(step, MakeBlock(leaf, where, step));
   };

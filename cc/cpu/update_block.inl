@@ -52,8 +52,7 @@ const float* TileOf(const void* source, DType dtype, std::int64_t begin, std::in
   }
 }
 
-void StoreTileAs(DType dtype, const float* tile, void* target, std::int64_t begin,
-                 std::int64_t n) {
+void StoreTileAs(DType dtype, const float* tile, void* target, std::int64_t begin, std::int64_t n) {
   if (dtype == DType::kBfloat16) StoreTile<Bfloat16>(tile, target, begin, n);
   if (dtype == DType::kFloat16) StoreTile<Float16>(tile, target, begin, n);
 }

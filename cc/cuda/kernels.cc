@@ -74,8 +74,8 @@ ModuleOrError LoadWithNvrtc(const Driver& driver, const KernelName& name) {
     ModuleOrError loaded = LoadImage(driver, cached.data());
     if (loaded.error.empty()) return loaded;
   }
-  const Compilation compilation = CompileWithNvrtc(name.Rule(), name.all_float32_params,
-                                                   architecture);
+  const Compilation compilation =
+      CompileWithNvrtc(name.Rule(), name.all_float32_params, architecture);
   if (!compilation.ok()) return {nullptr, compilation.error};
   WriteCachedKernel(key, compilation.cubin);
   return LoadImage(driver, compilation.cubin.data());
@@ -89,8 +89,8 @@ ModuleOrError GetModule(const Driver& driver, CuContext context, const KernelNam
   const ModuleKey key{context, compiler == Compiler::kNvcc ? "" : name.Group()};
   const auto found = All().modules.find(key);
   if (found != All().modules.end()) return {found->second, ""};
-  ModuleOrError loaded = compiler == Compiler::kNvcc ? LoadFatbin(driver)
-                                                     : LoadWithNvrtc(driver, name);
+  ModuleOrError loaded =
+      compiler == Compiler::kNvcc ? LoadFatbin(driver) : LoadWithNvrtc(driver, name);
   if (loaded.error.empty()) All().modules[key] = loaded.module;
   return loaded;
 }
@@ -113,8 +113,7 @@ Compiler ChooseCompiler(std::string* error) {
 }
 
 std::string KernelName::Group() const {
-  return std::string(all_float32_params ? "Float32" : "AnyDType") + "Rule" +
-         std::to_string(Rule());
+  return std::string(all_float32_params ? "Float32" : "AnyDType") + "Rule" + std::to_string(Rule());
 }
 
 std::string KernelName::String() const {

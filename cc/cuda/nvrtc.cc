@@ -56,8 +56,8 @@ Nvrtc Load() {
     void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     int major = 0;
     int minor = 0;
-    const bool found = library != nullptr && FindAll(library, &nvrtc) &&
-                       nvrtc.Version(&major, &minor) == 0;
+    const bool found =
+        library != nullptr && FindAll(library, &nvrtc) && nvrtc.Version(&major, &minor) == 0;
     // A driver may refuse what a newer major release compiled.
     if (found && (driver_major == 0 || major <= driver_major)) return nvrtc;
   }

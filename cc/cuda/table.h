@@ -69,7 +69,8 @@ struct UpdateArguments {
 };
 
 static_assert(sizeof(UpdateArguments<kSmallTableWords>) <= 4096, "what CUDA before 12.1 allowed");
-static_assert(sizeof(UpdateArguments<kLargeTableWords>) <= 32764, "what a kernel's parameters may be");
+static_assert(sizeof(UpdateArguments<kLargeTableWords>) <= 32764,
+              "what a kernel's parameters may be");
 
 }  // namespace jfa::cuda
 

@@ -40,8 +40,8 @@ Plan MakePlan(const Leaves& leaves, const UpdateOptions& options) {
   Plan plan{options};
   for (const LeafOperands& leaf : leaves) {
     plan.out_apart |= leaf.out != leaf.param;
-    plan.moments_apart |= leaf.mu_out != leaf.mu || leaf.nu_out != leaf.nu ||
-                          leaf.nu_max_out != leaf.nu_max;
+    plan.moments_apart |=
+        leaf.mu_out != leaf.mu || leaf.nu_out != leaf.nu || leaf.nu_max_out != leaf.nu_max;
     plan.all_float32_params &= !NeedsAnyDType(leaf);
   }
   return plan;
@@ -68,11 +68,10 @@ bool IsAligned(const LeafOperands& leaf, const Plan& plan) {
   const int moment_bytes = kVector * SizeOf(DType::kFloat32);
   bool aligned = is_multiple(leaf.param, param_bytes) && is_multiple(leaf.out, param_bytes) &&
                  is_multiple(leaf.grad, kVector * SizeOf(leaf.grad_dtype));
-  for (const void* moment : {static_cast<const void*>(leaf.mu), static_cast<const void*>(leaf.nu),
-                             static_cast<const void*>(leaf.nu_max),
-                             static_cast<const void*>(leaf.mu_out),
-                             static_cast<const void*>(leaf.nu_out),
-                             static_cast<const void*>(leaf.nu_max_out)}) {
+  for (const void* moment :
+       {static_cast<const void*>(leaf.mu), static_cast<const void*>(leaf.nu),
+        static_cast<const void*>(leaf.nu_max), static_cast<const void*>(leaf.mu_out),
+        static_cast<const void*>(leaf.nu_out), static_cast<const void*>(leaf.nu_max_out)}) {
     aligned = aligned && is_multiple(moment, moment_bytes);
   }
   // A later member begins in the middle of a leaf.

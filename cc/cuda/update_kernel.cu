@@ -45,8 +45,8 @@ __device__ __forceinline__ VectorUpdate UpdateVector(const AdamWScalars& scalars
   VectorUpdate result;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
-    const float g = unscale.exact_reciprocal ? unscale.Multiply(grad.value[i])
-                                             : unscale.Divide(grad.value[i]);
+    const float g =
+        unscale.exact_reciprocal ? unscale.Multiply(grad.value[i]) : unscale.Divide(grad.value[i]);
     const Moments old{mu.value[i], nu.value[i], nu_max.value[i]};
     const ElementUpdate next = adamw(param.value[i], g, old, weight_decay);
     result.out.value[i] = write_params ? param.value[i] + next.update : next.update;
@@ -151,10 +151,10 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
   }
 }
 
-// kAllFloat32Params promises float32 parameters with float32 or bfloat16 gradients, the common case,
-// and has a body for each: it then needs 48 registers instead of 56, and bfloat16 gradients are 8 %
-// faster. A switch over all nine pairs, compiled to an indirect jump, was 20 % slower (H200,
-// 2026-11-29).
+// kAllFloat32Params promises float32 parameters with float32 or bfloat16 gradients, the common
+// case, and has a body for each: it then needs 48 registers instead of 56, and bfloat16 gradients
+// are 8 % faster. A switch over all nine pairs, compiled to an indirect jump, was 20 % slower
+// (H200, 2026-11-29).
 template <Amsgrad kAmsgrad, bool kNesterov, bool kAllFloat32Params, typename Arguments>
 __device__ __forceinline__ void UpdateOneChunk(const Arguments& args) {
   const ChunkPlace place = LocateChunk(args);
@@ -176,13 +176,13 @@ __device__ __forceinline__ void UpdateOneChunk(const Arguments& args) {
 
 // The entry points: one for each table size, rule and dtype class. A compilation at run time is for
 // one rule, JFA_ONLY_RULE (2 * amsgrad + nesterov), and one class, JFA_ONLY_FLOAT32 (0 or 1).
-#define JFA_UPDATE_KERNEL(NAME, WORDS, AMSGRAD, NESTEROV, ALL_FLOAT32)   \
-  extern "C" __global__ void __launch_bounds__(kThreads)                 \
-      NAME(const __grid_constant__ UpdateArguments<WORDS> args) {        \
-    UpdateOneChunk<AMSGRAD, NESTEROV, ALL_FLOAT32>(args);                \
+#define JFA_UPDATE_KERNEL(NAME, WORDS, AMSGRAD, NESTEROV, ALL_FLOAT32) \
+  extern "C" __global__ void __launch_bounds__(kThreads)               \
+      NAME(const __grid_constant__ UpdateArguments<WORDS> args) {      \
+    UpdateOneChunk<AMSGRAD, NESTEROV, ALL_FLOAT32>(args);              \
   }
-#define JFA_FLOAT32_KERNELS(RULE, AMSGRAD, NESTEROV)                                           \
-  JFA_UPDATE_KERNEL(UpdateSmallFloat32Rule##RULE, kSmallTableWords, AMSGRAD, NESTEROV, true)   \
+#define JFA_FLOAT32_KERNELS(RULE, AMSGRAD, NESTEROV)                                         \
+  JFA_UPDATE_KERNEL(UpdateSmallFloat32Rule##RULE, kSmallTableWords, AMSGRAD, NESTEROV, true) \
   JFA_UPDATE_KERNEL(UpdateLargeFloat32Rule##RULE, kLargeTableWords, AMSGRAD, NESTEROV, true)
 #define JFA_ANY_DTYPE_KERNELS(RULE, AMSGRAD, NESTEROV)                                         \
   JFA_UPDATE_KERNEL(UpdateSmallAnyDTypeRule##RULE, kSmallTableWords, AMSGRAD, NESTEROV, false) \

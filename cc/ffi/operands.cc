@@ -194,11 +194,10 @@ ffi::ErrorOr<UpdateOperands> DecodeUpdate(ffi::RemainingArgs args, ffi::Remainin
   const std::size_t num_args = num_scalars + num_leaves * (has_max ? 5 : 4);
   const std::size_t num_rets = num_leaves * (has_max ? 4 : 3);
   if (args.size() != num_args || rets.size() != num_rets) {
-    return ffi::Unexpected(Invalid("expected " + std::to_string(num_args) + " operands and " +
-                                   std::to_string(num_rets) + " results for " +
-                                   std::to_string(num_leaves) + " leaves, got " +
-                                   std::to_string(args.size()) + " and " +
-                                   std::to_string(rets.size())));
+    return ffi::Unexpected(Invalid(
+        "expected " + std::to_string(num_args) + " operands and " + std::to_string(num_rets) +
+        " results for " + std::to_string(num_leaves) + " leaves, got " +
+        std::to_string(args.size()) + " and " + std::to_string(rets.size())));
   }
   const std::int64_t members = attributes.options.members;
   Decoder decoder(args, rets, members);
@@ -210,8 +209,8 @@ ffi::ErrorOr<UpdateOperands> DecodeUpdate(ffi::RemainingArgs args, ffi::Remainin
     operands.leaves.push_back(DecodeLeaf(decoder, num_scalars, leaf, num_leaves, has_max));
     operands.leaves.back().decays = attributes.decays[leaf] != 0;
     if (operands.leaves.back().num_elements % members != 0) {
-      decoder.Fail(LeafName("parameter", leaf) + ": not divisible into " +
-                   std::to_string(members) + " members");
+      decoder.Fail(LeafName("parameter", leaf) + ": not divisible into " + std::to_string(members) +
+                   " members");
     }
   }
   if (!decoder.ok()) return ffi::Unexpected(decoder.error());

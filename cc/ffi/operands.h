@@ -25,7 +25,8 @@
 
 namespace jfa {
 
-// The name under which every platform registers its handler; a version, because jax.export keeps it.
+// The name under which every platform registers its handler; a version, because jax.export keeps
+// it.
 inline constexpr char kUpdateTarget[] = "jax_fused_adamw_update_v1";
 
 struct UpdateOperands {

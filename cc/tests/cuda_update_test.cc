@@ -215,7 +215,7 @@ void CheckCase(const Case& c) { Check(RunOnGpu(c) == RunOnCpu(c), "bits, " + c.N
 // Every rule and pair of dtypes at every element offset, sizes around a thread's 4 elements and a
 // block's 512.
 void TestShapesAndOffsets() {
-  const std::size_t sizes[] = {0,   1,   2,   3,   4,   5,   7,   8,    31,   127,  128,
+  const std::size_t sizes[] = {0,   1,   2,   3,   4,   5,   7,    8,    31,   127, 128,
                                129, 509, 511, 512, 513, 516, 1023, 1024, 1027, 2049};
   std::size_t next = 0;
   for (const Amsgrad amsgrad : {Amsgrad::kOff, Amsgrad::kUncorrected, Amsgrad::kCorrected}) {

@@ -3,6 +3,8 @@
 // Each buffer is one exact heap allocation with canaries on both sides, so that an access out of
 // bounds is found here by the canary and in a sanitizer build by the allocator. Exits with the
 // number of failures.
+#include "cpu/update.h"
+
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -12,7 +14,6 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/update.h"
 #include "tests/cases.h"
 
 namespace jfa::cpu {
@@ -183,7 +184,8 @@ void TestOptions(const InstructionSet* sets, int num_sets) {
 
 void TestThreads(const InstructionSet& isa) {
   const std::size_t many = 5 * kBlockElements + 17;
-  const Case c{many, 0, DType::kFloat32, DType::kBfloat16, Amsgrad::kOff, false, true, false, true, 1};
+  const Case c{many, 0, DType::kFloat32, DType::kBfloat16, Amsgrad::kOff, false, true, false,
+               true, 1};
   const auto expected = Run(isa, c, 1);
   for (const std::int64_t num_threads : {2, 4, 16}) {
     Check(Run(isa, c, num_threads) == expected, "threads " + std::to_string(num_threads));
