@@ -1,12 +1,10 @@
-"""`jfa.step` and `in_place=True` through optax and Flax, and what they compile to."""
+"""`jfa.step` and `in_place=True` through optax, and what they compile to."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from flax.training.train_state import TrainState
 from helpers import assert_same_bits, copies, count_ops, random_like
 
 import jax_fused_adamw as jfa
@@ -149,76 +147,6 @@ def test_donated_step_keeps_the_buffers():
     after = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(out)]
     assert before == after
     assert params["w"].is_deleted() and not GRADS["w"].is_deleted()
-
-
-def test_flax_nnx_optimizer_is_in_place():
-    def loss(model, x):
-        return jnp.square(model(x)).mean()
-
-    x = jnp.ones((4, 96))
-    results = []
-    for tx in (bare(), bare(in_place=True)):
-        model = nnx.Linear(96, 40, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-        @nnx.jit
-        def train_step(model, optimizer, x):
-            grads = nnx.grad(loss)(model, x)
-            optimizer.update(model, grads)
-
-        for _ in range(3):
-            train_step(model, optimizer, x)
-        results.append(nnx.to_pure_dict(nnx.state(model)))
-    assert_same_bits(*results)
-
-
-def nnx_step(tx):
-    graphdef, params = nnx.split(nnx.Linear(96, 40, rngs=nnx.Rngs(0)))
-
-    def train_step(params, state, x):
-        model = nnx.merge(graphdef, params)
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        nnx.update(optimizer.opt_state, state)
-        grads = nnx.grad(lambda m: jnp.square(m(x)).mean())(model)
-        optimizer.update(model, grads)
-        return nnx.state(model), nnx.state(optimizer.opt_state)
-
-    state = nnx.state(
-        nnx.Optimizer(nnx.merge(graphdef, params), tx, wrt=nnx.Param).opt_state
-    )
-    return train_step, params, state
-
-
-def test_flax_nnx_compiles_without_copies():
-    train_step, params, state = nnx_step(bare(in_place=True))
-    x = jnp.ones((4, 96))
-    lowered = jax.jit(train_step, donate_argnums=(0, 1)).lower(params, state, x)
-    compiled = lowered.compile()
-    assert "jax_fused_adamw_update" in compiled.as_text()
-    assert copies(compiled) == 0
-    assert "f32[96,40]{1,0} add(" not in compiled.as_text()
-
-
-def test_flax_linen_train_state_is_in_place():
-    def train_step(state, x):
-        def loss(params):
-            return jnp.square(x @ params["w"]).mean() + jnp.square(params["b"]).mean()
-
-        return state.apply_gradients(grads=jax.grad(loss)(state.params))
-
-    x = jnp.ones((4, 96))
-
-    def create(**options):
-        params = jax.tree.map(jnp.copy, PARAMS)
-        return TrainState.create(apply_fn=None, params=params, tx=bare(**options))
-
-    in_place = create(in_place=True)
-    compiled = jax.jit(train_step, donate_argnums=0).lower(in_place, x).compile()
-    assert copies(compiled) == 0
-    assert "f32[96,40]{1,0} add(" not in compiled.as_text()
-    plain = jax.jit(train_step)(create(), x)
-    ours = jax.jit(train_step)(in_place, x)
-    assert_same_bits(ours.params, plain.params)
 
 
 def test_in_place_update_falls_back_to_the_difference():
