@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import tree_leaves_with_path
 
 from jax_fused_adamw._primitives import LEAF_DTYPES
 
@@ -24,13 +25,9 @@ def leaf_name(tree_name: str, path: Any) -> str:
     return tree_name + jax.tree_util.keystr(path)
 
 
-def flatten_with_paths(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    return jax.tree_util.tree_flatten_with_path(tree)
-
-
 def check_params(params: Any) -> None:
     """Raises TypeError for a leaf that the optimizer cannot hold."""
-    for path, leaf in flatten_with_paths(params)[0]:
+    for path, leaf in tree_leaves_with_path(params):
         _check_leaf_dtype("params", path, leaf, _PARAM_REMEDY)
 
 
@@ -64,8 +61,8 @@ def check_same_tree(name: str, tree: Any, params: Any, remedy: str) -> None:
     if jax.tree.structure(tree) == jax.tree.structure(params):
         return
     _check_dense(name, tree)
-    expected = dict.fromkeys(path for path, _ in flatten_with_paths(params)[0])
-    got = dict.fromkeys(path for path, _ in flatten_with_paths(tree)[0])
+    expected = dict.fromkeys(path for path, _ in tree_leaves_with_path(params))
+    got = dict.fromkeys(path for path, _ in tree_leaves_with_path(tree))
     missing = [path for path in expected if path not in got]
     extra = [path for path in got if path not in expected]
     if missing and extra:
@@ -93,7 +90,7 @@ def _check_dense(name: str, tree: Any) -> None:
     def is_sparse(node: Any) -> bool:
         return isinstance(node, JAXSparse)
 
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse):
+    for path, leaf in tree_leaves_with_path(tree, is_leaf=is_sparse):
         if is_sparse(leaf):
             raise TypeError(
                 f"fused_adamw: {leaf_name(name, path)} is a sparse "
@@ -105,7 +102,7 @@ def _check_dense(name: str, tree: Any) -> None:
 def check_grads(grads: Any, params: Any) -> None:
     """Raises unless grads match params leaf by leaf: tree, shape, dtype."""
     check_same_tree("grads", grads, params, "gradients of these very parameters")
-    pairs = zip(flatten_with_paths(grads)[0], jax.tree.leaves(params), strict=True)
+    pairs = zip(tree_leaves_with_path(grads), jax.tree.leaves(params), strict=True)
     for (path, grad), param in pairs:
         _check_leaf_dtype("grads", path, grad, _GRAD_REMEDY)
         _check_shape("grads", path, grad, param)
@@ -123,7 +120,7 @@ def check_moments(name: str, moments: Any, params: Any) -> None:
     """Raises unless ``state.<name>`` is float32 and shaped like params."""
     tree = f"state.{name}"
     check_same_tree(tree, moments, params, "the state that init made for them")
-    pairs = zip(flatten_with_paths(moments)[0], jax.tree.leaves(params), strict=True)
+    pairs = zip(tree_leaves_with_path(moments), jax.tree.leaves(params), strict=True)
     for (path, moment), param in pairs:
         if np.dtype(getattr(moment, "dtype", object)) != np.float32:
             raise TypeError(
@@ -147,9 +144,9 @@ def check_replication(params: Any, grads: Any, state: Any, scalars: Any) -> None
     leaves = jax.tree.leaves((params, trees, scalars))
     if not any(_varying(leaf) for leaf in leaves):
         return
-    named_params = flatten_with_paths(params)[0]
+    named_params = tree_leaves_with_path(params)
     for name, tree in trees.items():
-        for (path, leaf), (_, param) in zip(flatten_with_paths(tree)[0], named_params):
+        for (path, leaf), (_, param) in zip(tree_leaves_with_path(tree), named_params):
             # A gradient may be the same where its parameter varies; state may not.
             differ = _varying(leaf) - _varying(param)
             if name != "grads":
@@ -194,7 +191,7 @@ def check_counter(name: str, counter: Any) -> None:
 
 def check_mask_values(tree: Any) -> None:
     """Raises TypeError unless every leaf of a mask is a Python bool."""
-    for path, value in flatten_with_paths(tree)[0]:
+    for path, value in tree_leaves_with_path(tree):
         check_static(leaf_name("mask", path), value)
         if not isinstance(value, (bool, np.bool_)):
             raise TypeError(

@@ -1,5 +1,6 @@
 """Hyperparameters: what a caller may give, and the operands they become."""
 
+import math
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -49,11 +50,7 @@ def check_hyperparameter(name: str, value: Any) -> None:
         )
     if _is_host_value(value):
         condition, holds = _RANGES[name]
-        try:
-            in_range = holds(float(value))
-        except OverflowError:  # an integer beyond float64
-            in_range = False
-        if not in_range:
+        if not holds(_to_float(value)):
             raise ValueError(f"fused_adamw: expected {condition}, got {name}={value}")
 
 
@@ -78,6 +75,13 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, (jax.Array, np.ndarray, np.generic))
 
 
+def _to_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond float64
+        return math.inf if value > 0 else -math.inf
+
+
 def _is_host_value(value: Any) -> bool:
     return not isinstance(value, jax.Array)
 
@@ -91,12 +95,12 @@ def encode(
       ``Scalars.hyper_bits``, ``UpdateConfig.traced`` and ``Scalars.traced``.
     """
     values = [hyperparams[name] for name in HYPERPARAMETERS]
-    known = [0.0 if isinstance(value, jax.Array) else float(value) for value in values]
+    known = [_to_float(value) if _is_host_value(value) else 0.0 for value in values]
     bits = np.array(known, "<f8").view("<u4").reshape(-1, 2).astype(np.uint32)
     traced = {
         name: value.astype(jnp.float32)
         for name, value in zip(HYPERPARAMETERS, values, strict=True)
-        if isinstance(value, jax.Array)
+        if not _is_host_value(value)
     }
     return bits, tuple(traced), list(traced.values())
 

@@ -22,7 +22,12 @@ from jax.extend.core import get_opaque_trace_state
 
 @dataclasses.dataclass
 class _Step:
-    """A running :func:`step`: its trace, and whether in-place updates came of it."""
+    """A running :func:`step`.
+
+    Attributes:
+      trace: the trace it runs in; None where it wants plain updates.
+      made_updates: whether in-place updates came of it.
+    """
 
     trace: Any
     made_updates: bool = False
@@ -95,22 +100,25 @@ def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, words[jnp.asarray(x).dtype.itemsize])
 
 
-def write_params_in_step() -> bool:
-    """Whether :func:`step` asks for :class:`InPlaceUpdate` here.
+def wants_in_place(option: bool) -> bool:
+    """Whether an update made here is to be an :class:`InPlaceUpdate`.
 
-    Not from inside a ``lax.cond`` or ``jit`` that a wrapper has put between the two
-    (``optax.apply_if_finite``): what crosses it are plain arrays.
+    Outside of :func:`step`, as the option ``in_place`` says. Inside, the step decides:
+    not within a ``lax.cond`` or ``jit`` that a wrapper has put between the two
+    (``optax.apply_if_finite``), since what crosses it are plain arrays.
     """
     running = _STEP.get()
-    if running is None or running.trace != get_opaque_trace_state():
+    if running is None:
+        return option
+    if running.trace is None or running.trace != get_opaque_trace_state():
         return False
     running.made_updates = True
     return True
 
 
 @contextlib.contextmanager
-def _stepping() -> Iterator[_Step]:
-    running = _Step(get_opaque_trace_state())
+def _stepping(trace: Any) -> Iterator[_Step]:
+    running = _Step(trace)
     token = _STEP.set(running)
     try:
         yield running
@@ -125,7 +133,7 @@ def step(
     params: optax.Params,
     **extra_args: Any,
 ) -> tuple[optax.Params, optax.OptState]:
-    """Updates parameters in place: the fast path, through any optax wrapper.
+    """Updates parameters in place: the fast path, through optax's wrappers.
 
     Equals ``updates, state = tx.update(grads, state, params, **extra_args)`` and
     ``optax.apply_updates(params, updates)``, except that a ``fused_adamw`` inside
@@ -168,7 +176,7 @@ def step(
       True
     """
     tx = optax.with_extra_args_support(tx)
-    with _stepping() as running:
+    with _stepping(get_opaque_trace_state()) as running:
         try:
             updates, new_state = tx.update(grads, state, params, **extra_args)
             return optax.apply_updates(params, updates), new_state
@@ -177,7 +185,8 @@ def step(
                 raise
             first_error = error
     # A wrapper may have stumbled over an InPlaceUpdate; any other mistake comes again.
-    updates, new_state = tx.update(grads, state, params, **extra_args)
+    with _stepping(None):
+        updates, new_state = tx.update(grads, state, params, **extra_args)
     warnings.warn(
         "jax_fused_adamw.step: a transformation around fused_adamw cannot take in-place"
         " updates, so this step adds plain ones, which costs one more pass over the "

@@ -121,7 +121,7 @@ def _update(
             raise ValueError(_checks.NO_PARAMS_MESSAGE)
         params = grads
     _check_update(options, grads, state, params)
-    write_params = options.in_place or _in_place.write_params_in_step()
+    write_params = _in_place.wants_in_place(options.in_place)
     skip = skip_update_operand(skip_update)
     counted = _count_step(state, skip)
     hyperparams = _hyperparams(options, state.count, gradient_scale)

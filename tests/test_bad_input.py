@@ -380,3 +380,5 @@ def test_integers_of_any_size_are_scales_and_skips():
     tx = jfa.fused_adamw(1e-3)
     huge = tx.step(GRADS, STATE, PARAMS, gradient_scale=2**100, skip_update=2**70)
     assert int(huge[1].skipped) == 1
+    beyond_float64, _ = tx.step(GRADS, STATE, PARAMS, gradient_scale=10**400)
+    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(beyond_float64))

@@ -166,7 +166,7 @@ def test_donated_step_copies_nothing():
     assert count_ops(compiled, "custom-call") == 1
 
 
-def test_same_bits_a_hundred_times_captured_or_not():
+def test_same_bits_a_hundred_times():
     params, grads = jax.device_put(make_leaves(SIZES), GPU)
     tx = jfa.fused_adamw(1e-2)
     with jax.default_device(GPU):

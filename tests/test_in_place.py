@@ -227,9 +227,11 @@ def test_scale_after_ours_is_still_correct_in_step():
     )
 
 
-def test_apply_if_finite_around_ours_is_correct_in_step():
-    tx = optax.apply_if_finite(bare(), 5)
-    assert_same_bits(run(with_step(tx), tx), run(with_protocol(tx), tx))
+@pytest.mark.parametrize("in_place", [False, True])
+def test_apply_if_finite_around_ours_is_correct_in_step(in_place):
+    tx = optax.apply_if_finite(bare(in_place=in_place), 5)
+    plain = optax.apply_if_finite(bare(), 5)
+    assert_same_bits(run(with_step(tx), tx), run(with_protocol(plain), plain))
 
 
 def test_apply_if_finite_around_in_place_is_an_error():
@@ -250,11 +252,12 @@ def test_apply_if_finite_around_in_place_is_an_error():
     ],
     ids=["ema", "trace", "decay", "trust_ratio", "nonnegative", "flatten"],
 )
-def test_step_gives_plain_updates_to_wrappers_that_need_them(wrap):
-    tx = wrap(bare())
+@pytest.mark.parametrize("in_place", [False, True])
+def test_step_gives_plain_updates_to_wrappers_that_need_them(wrap, in_place):
+    tx, plain = wrap(bare(in_place=in_place)), wrap(bare())
     with pytest.warns(UserWarning, match="cannot take in-place updates"):
         got = run(with_step(tx), tx)
-    assert_same_bits(got, run(with_protocol(tx), tx))
+    assert_same_bits(got, run(with_protocol(plain), plain))
 
 
 def test_in_place_update_names_the_way_to_its_numbers():
