@@ -1,5 +1,6 @@
 """The AdamW / AMSGrad step of a whole parameter tree in one native call, for optax."""
 
+from jax_fused_adamw._adamw_step import adamw_step as adamw_step
 from jax_fused_adamw._alias import fused_adamw as fused_adamw
 from jax_fused_adamw._ffi import KernelInfo as KernelInfo
 from jax_fused_adamw._ffi import NativeModule as NativeModule
@@ -8,5 +9,6 @@ from jax_fused_adamw._in_place import InPlaceUpdate as InPlaceUpdate
 from jax_fused_adamw._in_place import step as step
 from jax_fused_adamw._transform import FusedAdamW as FusedAdamW
 from jax_fused_adamw._transform import FusedAdamWState as FusedAdamWState
+from jax_fused_adamw._transform import StepControl as StepControl
 
 __version__ = "0.1.0"

@@ -1,11 +1,13 @@
 """The public optimizer, with its documentation and the checks of its options."""
 
+import numbers
 from typing import Any
 
 import jax
 import numpy as np
 
 from jax_fused_adamw import _checks
+from jax_fused_adamw._buckets import DEFAULT_BUCKET_BYTES
 from jax_fused_adamw._hyperparams import ScalarOrSchedule, check_hyperparameter
 from jax_fused_adamw._transform import FusedAdamW, Options, make_transformation
 
@@ -37,6 +39,7 @@ def fused_adamw(
     packed_state: bool = False,
     alias: bool = True,
     in_place: bool = False,
+    bucket_bytes: int | None = None,
     implementation: str | None = None,
 ) -> FusedAdamW:
     r"""AdamW and AMSGrad over a whole parameter tree in one native call.
@@ -121,6 +124,10 @@ def fused_adamw(
         before what combines updates with another tree (``optax.ema``,
         ``add_decayed_weights``, ``lookahead``): there use :func:`step`. Reading the
         updates costs a copy of the parameters.
+      bucket_bytes: under ``jax.jit``, leaves go into kernel calls of about this many
+        bytes of gradients, in the order in which the backward pass finishes them, so
+        that gradients die early. None is the measured default, 256 MiB; what is larger
+        than all gradients together makes one call.
       implementation: ``None`` or ``"ffi"`` is the platform's native kernel, an error
         where cpu or cuda has none; ``"xla"`` is plain JAX, for comparison and for
         differentiating through a step (with ``eps_root > 0``: the square root of a
@@ -174,6 +181,7 @@ def fused_adamw(
         _checks.check_mask_values(mask)
     _checks.check_static("mu_dtype", mu_dtype)
     _checks.check_static("nu_dtype", nu_dtype)
+    _checks.check_static("bucket_bytes", bucket_bytes)
     if isinstance(mask, bool) and isinstance(seed, jax.Array):
         # Only inject_hyperparams makes seed an array, and it calls a mask function as
         # if it were a schedule: what arrives is that function's answer for a count.
@@ -210,6 +218,7 @@ def fused_adamw(
             maximize=bool(maximize),
             alias=bool(alias),
             in_place=bool(in_place),
+            bucket_bytes=_check_bucket_bytes(bucket_bytes),
             implementation=_choose("implementation", implementation, _IMPLEMENTATIONS),
         )
     )
@@ -244,6 +253,23 @@ def _check_seed(seed: Any) -> None:
     dtype = seed.dtype if isinstance(seed, jax.Array) else np.asarray(seed).dtype
     if dtype.kind not in "iu":
         raise TypeError(f"fused_adamw: seed must be an integer, got {seed!r}")
+
+
+def _check_bucket_bytes(bucket_bytes: Any) -> int:
+    if bucket_bytes is None:
+        return DEFAULT_BUCKET_BYTES
+    is_integer = isinstance(bucket_bytes, numbers.Integral)
+    if not is_integer or isinstance(bucket_bytes, bool):
+        raise TypeError(
+            "fused_adamw: bucket_bytes must be an integer or None, got "
+            f"{bucket_bytes!r}"
+        )
+    if bucket_bytes < 1:
+        raise ValueError(
+            f"fused_adamw: expected bucket_bytes >= 1, got {bucket_bytes}; for one "
+            "call pass a number larger than the gradients"
+        )
+    return int(bucket_bytes)
 
 
 def _choose(name: str, value: Any, choices: dict[Any, str]) -> str:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax_fused_adamw._operands import (
     VALUE_SHAPES,
     Buffers,
+    Operands,
     Scalars,
     UpdateConfig,
     flatten,
@@ -21,18 +22,10 @@ def batching_rule(
     update_call: Callable, config: UpdateConfig, axis_size, in_batched, *operands
 ):
     """custom_vmap's rule; ``update_call(config)`` is the update of flat operands."""
-    scalars, buffers = unflatten(config, operands)
-    scalars_batched, buffers_batched = unflatten(config, in_batched)
+    scalars, after, buffers = unflatten(config, operands)
+    scalars_batched, _, buffers_batched = unflatten(config, in_batched)
     if any(any(kind) for kind in listed(scalars_batched)) or config.members is not None:
-        return _batch_members(
-            update_call,
-            config,
-            axis_size,
-            scalars,
-            scalars_batched,
-            buffers,
-            buffers_batched,
-        )
+        return _batch_members(update_call, config, axis_size, operands, in_batched)
     # The update is elementwise: a batched leaf is just a larger leaf.
     leaf_batched = [any(kinds) for kinds in zip(*filter(None, buffers_batched))]
     batched = Buffers(
@@ -44,14 +37,14 @@ def batching_rule(
             for kind, kind_batched in zip(buffers, buffers_batched)
         )
     )
-    out = update_call(config)(*flatten(scalars, batched))
+    out = update_call(config)(*flatten(Operands(scalars, after, batched)))
     return out, tuple(leaf_batched) * (len(out) // len(leaf_batched))
 
 
-def _batch_members(
-    update_call, config, axis_size, scalars, scalars_batched, buffers, buffers_batched
-):
+def _batch_members(update_call, config, axis_size, operands, in_batched):
     """Batched scalars: the leaves' leading axis counts members, each with its own."""
+    scalars, after, buffers = unflatten(config, operands)
+    scalars_batched, _, buffers_batched = unflatten(config, in_batched)
     inner = () if config.members is None else (config.members,)
     members = axis_size * math.prod(inner)
 
@@ -80,9 +73,11 @@ def _batch_members(
     )
     merged_config = dataclasses.replace(config, members=members)
     if members == 0:
-        out = [*merged.params, *merged.mu, *merged.nu, *merged.nu_max]
+        moments = [jnp.zeros_like(p, jnp.float32) for p in merged.params]
+        out = [*merged.params, *(moments * (config.num_result_kinds - 1))]
     else:
-        out = update_call(merged_config)(*flatten(merged_scalars, merged))
+        flat = flatten(Operands(merged_scalars, after, merged))
+        out = update_call(merged_config)(*flat)
     shaped = tuple(x.reshape(axis_size, *inner, *x.shape[1:]) for x in out)
     return shaped, (True,) * len(shaped)
 

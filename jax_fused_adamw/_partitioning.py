@@ -17,7 +17,7 @@ from jax_fused_adamw._operands import VALUE_SHAPES, UpdateConfig, unflatten
 def sharding_rule(config: UpdateConfig, mesh, operands, results):
     """Leaf i shards alike in all its buffers; scalars are whole on every device."""
     del mesh
-    first, n = config.num_scalars, config.num_leaves
+    first, n = config.first_leaf, config.num_leaves
     leading = () if config.members is None else ("member",)
 
     def scalar(i: int, value_type) -> ArrayMapping:
@@ -25,13 +25,20 @@ def sharding_rule(config: UpdateConfig, mesh, operands, results):
         members = leading if value_type.rank > value_rank else ()
         return ArrayMapping(*members, *(f"scalar{i}_dim{d}" for d in range(value_rank)))
 
+    def waited_for(i: int, value_type) -> ArrayMapping:
+        return ArrayMapping(*(f"after{i}_dim{d}" for d in range(value_type.rank)))
+
     def leaf(i: int, value_type) -> ArrayMapping:
         own = (f"leaf{i}_dim{d}" for d in range(len(leading), value_type.rank))
         return ArrayMapping(*leading, *own)
 
     return SdyShardingRule(
         (
-            *(scalar(i, x) for i, x in enumerate(operands[:first])),
+            *(scalar(i, x) for i, x in enumerate(operands[: config.num_scalars])),
+            *(
+                waited_for(i, x)
+                for i, x in enumerate(operands[config.num_scalars : first])
+            ),
             *(leaf(i % n, x) for i, x in enumerate(operands[first:])),
         ),
         tuple(leaf(i % n, x) for i, x in enumerate(results)),
@@ -39,10 +46,13 @@ def sharding_rule(config: UpdateConfig, mesh, operands, results):
 
 
 def partition(bind: Callable, config: UpdateConfig, mesh, operands, results):
-    """Runs each leaf where its mu lies: the state decides the placement."""
-    n, first = config.num_leaves, config.num_scalars
-    _, buffers = unflatten(config, operands)
-    placements = [mu.sharding for mu in buffers.mu]
+    """Runs each leaf where its mu lies: the state decides the placement.
+
+    A first step, which has no state yet, runs it where its parameter lies.
+    """
+    n, first = config.num_leaves, config.first_leaf
+    _, after, buffers = unflatten(config, operands)
+    placements = [leaf.sharding for leaf in buffers.mu or buffers.params]
     member_spec = None
     if config.members is not None:
         member_spec, placements = _align_members(mesh, placements)
@@ -65,7 +75,11 @@ def partition(bind: Callable, config: UpdateConfig, mesh, operands, results):
         update_shard,
         tuple(placements[i % n] for i in range(len(results))),
         (
-            *(scalar_sharding(i, x) for i, x in enumerate(operands[:first])),
+            *(
+                scalar_sharding(i, x)
+                for i, x in enumerate(operands[: config.num_scalars])
+            ),
+            *(x.sharding for x in after),
             *(placements[i % n] for i in range(len(operands) - first)),
         ),
     )

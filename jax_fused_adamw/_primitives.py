@@ -28,6 +28,7 @@ from jax_fused_adamw._operands import (
     HYPERPARAMETERS,
     VALUE_SHAPES,
     Buffers,
+    Operands,
     Results,
     Scalars,
     UpdateConfig,
@@ -63,12 +64,16 @@ update_p.multiple_results = True
 @update_p.def_abstract_eval
 def _update_shape_rule(*avals, config: UpdateConfig):
     """Results are their inputs' avals, which keeps explicit shardings."""
-    scalars, buffers = unflatten(config, avals)
+    scalars, _, buffers = unflatten(config, avals)
     _check_scalars(config, scalars)
     for i in range(config.num_leaves):
         _check_leaf(i, buffers)
     # As new parameters or as updates, `out` is shaped like the parameters.
-    return [*buffers.params, *buffers.mu, *buffers.nu, *buffers.nu_max]
+    if not config.zero_moments:
+        return [*buffers.params, *buffers.mu, *buffers.nu, *buffers.nu_max]
+    float32 = np.dtype(np.float32)
+    moments = [p.update(dtype=float32, weak_type=False) for p in buffers.params]
+    return [*buffers.params, *(moments * (config.num_result_kinds - 1))]
 
 
 def _check_scalars(config: UpdateConfig, scalars: Scalars) -> None:
@@ -103,9 +108,9 @@ def _aliases(config: UpdateConfig) -> dict[int, int]:
     """Operand index -> result index: params, mu, nu, nu_max; never a gradient."""
     if not config.alias:
         return {}
-    n, first = config.num_leaves, config.num_scalars
+    n, first = config.num_leaves, config.first_leaf
     kinds = {0: 0} if config.write_params else {}
-    kinds |= {2: 1, 3: 2, **({4: 3} if config.has_nu_max else {})}
+    kinds |= {kind: kind - 1 for kind in range(2, config.num_operand_kinds)}
     return {
         first + operand_kind * n + i: result_kind * n + i
         for operand_kind, result_kind in kinds.items()
@@ -132,22 +137,26 @@ def _update_native_lowering(platform: str, ctx, *operands, config: UpdateConfig)
         maximize=np.bool_(config.maximize),
         members=np.int64(1 if config.members is None else config.members),
         nesterov=np.bool_(config.nesterov),
+        num_after=np.int64(config.num_after),
         traced=np.array([h in config.traced for h in HYPERPARAMETERS], np.uint8),
         write_params=np.bool_(config.write_params),
+        zero_moments=np.bool_(config.zero_moments),
     )
 
 
 def _update_in_calls(leaves_per_call: int, *operands, config: UpdateConfig):
-    scalars, buffers = unflatten(config, operands)
     parts = [
-        unflatten_results(part, update_p.bind(*flatten(scalars, leaves), config=part))
-        for part, leaves in chunks(config, buffers, leaves_per_call)
+        unflatten_results(part, update_p.bind(*flatten(part_operands), config=part))
+        for part, part_operands in chunks(
+            config, unflatten(config, operands), leaves_per_call
+        )
     ]
     return [leaf for kind in concatenate(parts) for leaf in kind]
 
 
 def _update_reference(*operands, config: UpdateConfig):
-    results = reference_update(config, *unflatten(config, operands))
+    scalars, _, buffers = unflatten(config, operands)
+    results = reference_update(config, scalars, buffers)
     return [leaf for kind in results for leaf in kind]
 
 
@@ -210,10 +219,7 @@ def _update_call(config: UpdateConfig):
 
 @functools.partial(jax.jit, static_argnames=("config", "implementation"))
 def fused_update(
-    config: UpdateConfig,
-    implementation: str,
-    scalars: Scalars,
-    buffers: Buffers,
+    config: UpdateConfig, implementation: str, operands: Operands
 ) -> Results:
     """One optimizer step over all leaves.
 
@@ -222,8 +228,8 @@ def fused_update(
     Args:
       config: compile-time options; ``config.decays`` has one entry a leaf.
       implementation: ``"ffi"`` (native on cpu and cuda) or ``"xla"`` (plain JAX).
-      scalars: as ``_hyperparams`` encodes them.
-      buffers: checked leaves (``_checks``).
+      operands: scalars as ``_hyperparams`` encodes them, and checked leaves
+        (``_checks``).
 
     Returns:
       Results in the order of ``buffers``.
@@ -231,9 +237,9 @@ def fused_update(
     if config.num_leaves == 0:
         return Results([], [], [], [])
     if implementation == "xla":
-        return reference_update(config, scalars, buffers)
+        return reference_update(config, operands.scalars, operands.buffers)
     parts = [
-        unflatten_results(part, _update_call(part)(*flatten(scalars, leaves)))
-        for part, leaves in chunks(config, buffers, _LEAVES_PER_EQUATION)
+        unflatten_results(part, _update_call(part)(*flatten(part_operands)))
+        for part, part_operands in chunks(config, operands, _LEAVES_PER_EQUATION)
     ]
     return concatenate(parts)

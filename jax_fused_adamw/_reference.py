@@ -56,6 +56,11 @@ def reference_update(
 ) -> Results:
     """Same operands and results as the native update call."""
     step = _make_step(config, scalars)
+    if config.zero_moments:
+        zeros = [jnp.zeros_like(p, jnp.float32) for p in buffers.params]
+        buffers = buffers._replace(
+            mu=zeros, nu=zeros, nu_max=zeros if config.has_nu_max else []
+        )
     nu_max = buffers.nu_max or [None] * len(buffers.params)
     results = [
         _update_leaf(config, step, decays, *leaf)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jax_fused_adamw import _checks, _in_place
+from jax_fused_adamw._buckets import make_buckets
 from jax_fused_adamw._hyperparams import (
     ScalarOrSchedule,
     check_gradient_scale,
@@ -19,7 +20,15 @@ from jax_fused_adamw._hyperparams import (
     encode,
     skip_update_operand,
 )
-from jax_fused_adamw._operands import Buffers, Scalars, UpdateConfig
+from jax_fused_adamw._operands import (
+    Buffers,
+    Operands,
+    Results,
+    Scalars,
+    UpdateConfig,
+    concatenate,
+    reorder,
+)
 from jax_fused_adamw._primitives import fused_update
 
 _INT32_MAX = 2**31 - 1
@@ -58,7 +67,18 @@ class Options:
     maximize: bool
     alias: bool
     in_place: bool
+    bucket_bytes: int
     implementation: str
+
+
+class StepControl(NamedTuple):
+    """What a step may be told besides its gradients: data, on the device or not.
+
+    As the arguments of the same names of ``update`` and :func:`step`.
+    """
+
+    gradient_scale: Any = 1.0  # the gradients are divided by it once
+    skip_update: Any = False  # bool or integer scalar: non-zero skips the step
 
 
 class FusedAdamW(optax.GradientTransformationExtraArgs):
@@ -120,11 +140,37 @@ def _update(
         if jax.tree.leaves(grads):
             raise ValueError(_checks.NO_PARAMS_MESSAGE)
         params = grads
-    _check_update(options, grads, state, params)
+    check_state_type(state)
+    control = StepControl(gradient_scale, skip_update)
     write_params = _in_place.wants_in_place(options.in_place)
-    skip = skip_update_operand(skip_update)
+    out, new_state = fused_step(options, grads, state, params, control, write_params)
+    if write_params:
+        out = jax.tree.map(_in_place.InPlaceUpdate, params, out)
+    return out, new_state
+
+
+def fused_step(
+    options: Options,
+    grads: optax.Updates,
+    state: FusedAdamWState | None,
+    params: optax.Params,
+    control: StepControl,
+    write_params: bool,
+) -> tuple[Any, FusedAdamWState]:
+    """New parameters or updates, and the new state.
+
+    Without a state this is the first step, and the moments are zero.
+    """
+    _checks.check_params(params)
+    _checks.check_grads(grads, params)
+    zero_moments = state is None
+    if zero_moments:
+        state = _init(options, None)
+    else:
+        _check_state(options, state, params)
+    skip = skip_update_operand(control.skip_update)
     counted = _count_step(state, skip)
-    hyperparams = _hyperparams(options, state.count, gradient_scale)
+    hyperparams = _hyperparams(options, state.count, control.gradient_scale)
     hyper_bits, traced, traced_values = encode(hyperparams)
     # The kernel reads the new count, so that XLA can increment it in place; the old
     # one, read by both, would be copied first. A skipped step reads neither.
@@ -141,23 +187,38 @@ def _update(
         # Nothing that is concrete here can be donated: XLA would copy every aliased
         # buffer first.
         alias=options.alias and _any_traced(buffers),
+        zero_moments=zero_moments,
     )
-    results = fused_update(config, options.implementation, scalars, buffers)
+    results = _update_in_buckets(options, config, scalars, buffers)
     unflatten = jax.tree.structure(params).unflatten
-    out = results.out
-    if write_params:
-        out = list(map(_in_place.InPlaceUpdate, buffers.params, out))
     new_state = counted._replace(
         mu=unflatten(results.mu),
         nu=unflatten(results.nu),
-        nu_max=None if state.nu_max is None else unflatten(results.nu_max),
+        nu_max=unflatten(results.nu_max) if config.has_nu_max else None,
     )
-    return unflatten(out), new_state
+    return unflatten(results.out), new_state
 
 
 def _buffers(params: Any, grads: Any, state: FusedAdamWState) -> Buffers:
     trees = (params, grads, state.mu, state.nu, state.nu_max)
     return Buffers(*map(jax.tree.leaves, trees))
+
+
+def _update_in_buckets(
+    options: Options, config: UpdateConfig, scalars: Scalars, buffers: Buffers
+) -> Results:
+    order, parts = [], []
+    for bucket in make_buckets(buffers.params, buffers.grads, options.bucket_bytes):
+        after = [buffers.grads[i] for i in bucket.after]
+        if parts:
+            after.append(parts[-1].mu[0])
+        part = dataclasses.replace(
+            config.of_leaves(bucket.leaves), num_after=len(after)
+        )
+        operands = Operands(scalars, after, buffers.of_leaves(bucket.leaves))
+        parts.append(fused_update(part, options.implementation, operands))
+        order += bucket.leaves
+    return reorder(concatenate(parts), order)
 
 
 def _hyperparams(
@@ -175,13 +236,16 @@ def _hyperparams(
     }
 
 
-def _check_update(options: Options, grads: Any, state: Any, params: Any) -> None:
+def check_state_type(state: Any) -> None:
     if not isinstance(state, FusedAdamWState):
         raise TypeError(
             f"fused_adamw: state must be a FusedAdamWState, got "
             f"{type(state).__name__}; pass what init or the previous step returned, in "
             "the order update(grads, state, params)"
         )
+
+
+def _check_state(options: Options, state: FusedAdamWState, params: Any) -> None:
     has_leaves = bool(jax.tree.leaves(params))  # else nu_max may be an empty None
     if has_leaves and (state.nu_max is None) != (options.amsgrad == "off"):
         has = "has no" if state.nu_max is None else "has a"
@@ -189,8 +253,6 @@ def _check_update(options: Options, grads: Any, state: Any, params: Any) -> None
             f"fused_adamw: the state {has} nu_max, but amsgrad is {options.amsgrad!r}; "
             "use the state with the options it was made with"
         )
-    _checks.check_params(params)
-    _checks.check_grads(grads, params)
     moments = ("mu", "nu") if state.nu_max is None else ("mu", "nu", "nu_max")
     for name in moments:
         _checks.check_moments(name, getattr(state, name), params)

@@ -22,6 +22,8 @@ def test_public_names_are_the_documented_ones():
         "InPlaceUpdate",
         "KernelInfo",
         "NativeModule",
+        "StepControl",
+        "adamw_step",
         "fused_adamw",
         "kernel_info",
         "step",
@@ -40,7 +42,7 @@ def test_docstring(name):
             assert re.search(rf"^\s+\*{{0,2}}{parameter}: ", text, re.M), parameter
 
 
-@pytest.mark.parametrize("name", ["fused_adamw", "step", "kernel_info"])
+@pytest.mark.parametrize("name", ["adamw_step", "fused_adamw", "kernel_info", "step"])
 def test_docstring_examples_run(name):
     examples = doctest.DocTestFinder(recurse=False).find(PUBLIC[name], name)
     assert examples[0].examples

@@ -10,9 +10,9 @@ namespace jfa {
 struct LeafOperands {
   const void* param;
   const void* grad;
-  const float* mu;
-  const float* nu;
-  const float* nu_max;  // null without AMSGrad
+  const float* mu;      // null for zeros: a first step, the same for all leaves of a call
+  const float* nu;      // as mu
+  const float* nu_max;  // as mu, and null without AMSGrad
   void* out;            // new parameter or update, in the parameter's dtype
   float* mu_out;
   float* nu_out;

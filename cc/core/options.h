@@ -11,6 +11,7 @@ struct UpdateOptions {
   bool nesterov;
   bool maximize;
   bool write_params;  // the output is the new parameter, else the update
+  bool zero_moments;  // a first step: mu, nu and nu_max are zero, and their pointers null
   long long members;  // slices of each leaf with scalars of their own; 1 unless vmap made more
 };
 

@@ -25,7 +25,7 @@ struct UpdateStep {
 struct UpdateBlock {
   const void* param;
   const void* grad;
-  const float* mu;
+  const float* mu;  // null for zeros, as nu and nu_max
   const float* nu;
   const float* nu_max;
   void* out;

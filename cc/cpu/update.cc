@@ -7,6 +7,10 @@ const void* Advance(const void* pointer, DType dtype, std::int64_t elements) {
   return static_cast<const char*>(pointer) + elements * SizeOf(dtype);
 }
 
+const float* Advance(const float* pointer, std::int64_t elements) {
+  return pointer == nullptr ? nullptr : pointer + elements;
+}
+
 void* Advance(void* pointer, DType dtype, std::int64_t elements) {
   return static_cast<char*>(pointer) + elements * SizeOf(dtype);
 }
@@ -43,12 +47,12 @@ UpdateBlock MakeBlock(const LeafOperands& leaf, const Block& where, const Update
   UpdateBlock block;
   block.param = Advance(leaf.param, leaf.param_dtype, where.begin);
   block.grad = Advance(leaf.grad, leaf.grad_dtype, where.begin);
-  block.mu = leaf.mu + where.begin;
-  block.nu = leaf.nu + where.begin;
+  block.mu = Advance(leaf.mu, where.begin);
+  block.nu = Advance(leaf.nu, where.begin);
+  block.nu_max = Advance(leaf.nu_max, where.begin);
   block.out = Advance(leaf.out, leaf.param_dtype, where.begin);
   block.mu_out = leaf.mu_out + where.begin;
   block.nu_out = leaf.nu_out + where.begin;
-  block.nu_max = leaf.nu_max == nullptr ? nullptr : leaf.nu_max + where.begin;
   block.nu_max_out = leaf.nu_max_out == nullptr ? nullptr : leaf.nu_max_out + where.begin;
   block.num_elements = where.elements;
   block.param_dtype = leaf.param_dtype;

@@ -70,6 +70,13 @@ const float* UnscaleTile(const GradientUnscale& unscale, const float* grad, std:
   return buffer;
 }
 
+// Moments that are not given are zero.
+alignas(64) constexpr float kZeros[kTileElements] = {};
+
+const float* MomentTile(const float* moment, std::int64_t begin) {
+  return moment == nullptr ? kZeros : moment + begin;
+}
+
 struct Tile {
   const float* param;
   const float* grad;
@@ -126,6 +133,15 @@ void CopyUnlessSame(const void* from, void* to, std::int64_t bytes) {
   if (from != to) __builtin_memcpy(to, from, static_cast<unsigned long>(bytes));
 }
 
+void KeepMoment(const float* from, float* to, std::int64_t n) {
+  const std::int64_t bytes = n * SizeOf(DType::kFloat32);
+  if (from == nullptr) {
+    __builtin_memset(to, 0, static_cast<unsigned long>(bytes));
+  } else {
+    CopyUnlessSame(from, to, bytes);
+  }
+}
+
 // A skipped step: state and parameters keep their bits, the update is -0.0, which leaves every
 // parameter, +0.0 and -0.0 alike, as it is under addition.
 void SkipBlock(const UpdateStep& step, const UpdateBlock& block) {
@@ -138,10 +154,9 @@ void SkipBlock(const UpdateStep& step, const UpdateBlock& block) {
     // bfloat16 and float16 share the pattern of -0.0.
     for (std::int64_t i = 0; i < n; ++i) static_cast<Word16*>(block.out)[i] = 0x8000u;
   }
-  const std::int64_t moment_bytes = n * SizeOf(DType::kFloat32);
-  CopyUnlessSame(block.mu, block.mu_out, moment_bytes);
-  CopyUnlessSame(block.nu, block.nu_out, moment_bytes);
-  if (step.amsgrad != Amsgrad::kOff) CopyUnlessSame(block.nu_max, block.nu_max_out, moment_bytes);
+  KeepMoment(block.mu, block.mu_out, n);
+  KeepMoment(block.nu, block.nu_out, n);
+  if (step.amsgrad != Amsgrad::kOff) KeepMoment(block.nu_max, block.nu_max_out, n);
 }
 
 }  // namespace
@@ -161,11 +176,11 @@ void UpdateOneBlock(const UpdateStep& step, const UpdateBlock& block) {
     tile.param = TileOf(block.param, block.param_dtype, begin, n, param_buffer);
     tile.grad = UnscaleTile(step.unscale, grad, n, grad_buffer);
     tile.out = direct_out ? static_cast<float*>(block.out) + begin : out_buffer;
-    tile.mu = block.mu + begin;
-    tile.nu = block.nu + begin;
+    tile.mu = MomentTile(block.mu, begin);
+    tile.nu = MomentTile(block.nu, begin);
     tile.mu_out = block.mu_out + begin;
     tile.nu_out = block.nu_out + begin;
-    tile.nu_max = step.amsgrad == Amsgrad::kOff ? nullptr : block.nu_max + begin;
+    tile.nu_max = MomentTile(block.nu_max, begin);
     tile.nu_max_out = step.amsgrad == Amsgrad::kOff ? nullptr : block.nu_max_out + begin;
     tile.n = n;
     tile.weight_decay = block.weight_decay;

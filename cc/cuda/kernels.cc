@@ -75,7 +75,7 @@ ModuleOrError LoadWithNvrtc(const Driver& driver, const KernelName& name) {
     if (loaded.error.empty()) return loaded;
   }
   const Compilation compilation =
-      CompileWithNvrtc(name.Rule(), name.all_float32_params, architecture);
+      CompileWithNvrtc(name.Rule(), static_cast<int>(name.leaf_class), architecture);
   if (!compilation.ok()) return {nullptr, compilation.error};
   WriteCachedKernel(key, compilation.cubin);
   return LoadImage(driver, compilation.cubin.data());
@@ -113,7 +113,8 @@ Compiler ChooseCompiler(std::string* error) {
 }
 
 std::string KernelName::Group() const {
-  return std::string(all_float32_params ? "Float32" : "AnyDType") + "Rule" + std::to_string(Rule());
+  const char* names[] = {"Float32", "AnyDType", "FirstStep"};
+  return std::string(names[static_cast<int>(leaf_class)]) + "Rule" + std::to_string(Rule());
 }
 
 std::string KernelName::String() const {

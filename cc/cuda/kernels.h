@@ -7,6 +7,7 @@
 
 #include "core/adamw.h"
 #include "cuda/driver.h"
+#include "cuda/table.h"
 
 namespace jfa::cuda {
 
@@ -19,12 +20,12 @@ Compiler ChooseCompiler(std::string* error);
 // One entry point of update_kernel.cu.
 struct KernelName {
   bool large_table;
-  bool all_float32_params;
+  LeafClass leaf_class;
   Amsgrad amsgrad;
   bool nesterov;
 
   int Rule() const { return 2 * static_cast<int>(amsgrad) + (nesterov ? 1 : 0); }
-  std::string Group() const;  // what is compiled together at run time: rule and dtype class
+  std::string Group() const;  // what is compiled together at run time: rule and leaf class
   std::string String() const;
 };
 

@@ -101,7 +101,7 @@ std::string NvrtcVersion() {
   return std::to_string(major) + "." + std::to_string(minor);
 }
 
-Compilation CompileWithNvrtc(int rule, bool only_float32, int architecture) {
+Compilation CompileWithNvrtc(int rule, int leaf_class, int architecture) {
   const Nvrtc& nvrtc = Get();
   Compilation result;
   result.error = nvrtc.error;
@@ -120,7 +120,7 @@ Compilation CompileWithNvrtc(int rule, bool only_float32, int architecture) {
   }
   const std::string target = "-arch=sm_" + std::to_string(architecture);
   const std::string only_rule = "-DJFA_ONLY_RULE=" + std::to_string(rule);
-  const std::string only_class = "-DJFA_ONLY_FLOAT32=" + std::to_string(only_float32 ? 1 : 0);
+  const std::string only_class = "-DJFA_ONLY_CLASS=" + std::to_string(leaf_class);
   const char* options[] = {target.c_str(), only_rule.c_str(), only_class.c_str(), "-std=c++17",
                            "--fmad=false"};
   const int status = nvrtc.CompileProgram(program, 5, options);

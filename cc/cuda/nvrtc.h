@@ -23,9 +23,9 @@ struct Compilation {
 std::string NvrtcVersion();
 std::string NvrtcError();
 
-// The kernels of one rule and dtype class (update_kernel.cu: JFA_ONLY_RULE, JFA_ONLY_FLOAT32) for
+// The kernels of one rule and LeafClass (update_kernel.cu: JFA_ONLY_RULE, JFA_ONLY_CLASS) for
 // compute capability `architecture`, for example 90.
-Compilation CompileWithNvrtc(int rule, bool only_float32, int architecture);
+Compilation CompileWithNvrtc(int rule, int leaf_class, int architecture);
 
 }  // namespace jfa::cuda
 

@@ -3,7 +3,7 @@
 //
 // Words, for n leaves with b buffers each:
 //
-//   buffers       [n][b]   pointers: param, grad, mu, nu [, nu_max], then the outputs that are
+//   buffers       [n][b]   pointers: param, grad [, mu, nu [, nu_max]], then the outputs that are
 //                          not their inputs: [out] [mu_out, nu_out [, nu_max_out]]
 //   sizes         [n]      member_elements << 8 | LeafFlags
 //   first_block   [n]      32-bit numbers, two a word: the launch's block where the leaf begins
@@ -16,6 +16,13 @@
 #include "cuda/tuning.h"
 
 namespace jfa::cuda {
+
+// What the leaves of a launch have in common: each class has kernels of its own.
+enum class LeafClass {
+  kFloat32 = 0,    // float32 parameters with float32 or bfloat16 gradients, the common case
+  kAnyDType = 1,   // any dtypes
+  kFirstStep = 2,  // any dtypes, and the old moments are zero and in no buffer
+};
 
 // Packed into the low byte of a leaf's size.
 struct LeafFlags {
@@ -43,6 +50,7 @@ struct LaunchOptions {
   bool write_params;
   bool out_apart;      // out has a buffer of its own
   bool moments_apart;  // so have the new moments
+  bool zero_moments;   // the old ones are in no buffer (LeafClass::kFirstStep)
   long long members;
 };
 

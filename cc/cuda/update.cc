@@ -18,16 +18,16 @@ struct Plan {
   UpdateOptions options;
   bool out_apart = false;
   bool moments_apart = false;
-  bool all_float32_params = true;
+  LeafClass leaf_class = LeafClass::kFloat32;
 
   bool has_nu_max() const { return options.amsgrad != Amsgrad::kOff; }
   int num_buffers() const {
-    const int inputs = has_nu_max() ? 5 : 4;
     const int moments = has_nu_max() ? 3 : 2;
-    return inputs + (out_apart ? 1 : 0) + (moments_apart ? moments : 0);
+    return 2 + (options.zero_moments ? 0 : moments) + (out_apart ? 1 : 0) +
+           (moments_apart ? moments : 0);
   }
   KernelName Kernel(bool large_table) const {
-    return {large_table, all_float32_params, options.amsgrad, options.nesterov};
+    return {large_table, leaf_class, options.amsgrad, options.nesterov};
   }
 };
 
@@ -42,15 +42,20 @@ Plan MakePlan(const Leaves& leaves, const UpdateOptions& options) {
     plan.out_apart |= leaf.out != leaf.param;
     plan.moments_apart |=
         leaf.mu_out != leaf.mu || leaf.nu_out != leaf.nu || leaf.nu_max_out != leaf.nu_max;
-    plan.all_float32_params &= !NeedsAnyDType(leaf);
+    if (NeedsAnyDType(leaf)) plan.leaf_class = LeafClass::kAnyDType;
   }
+  if (options.zero_moments) plan.leaf_class = LeafClass::kFirstStep;
   return plan;
 }
 
 // In the order of cuda/table.h.
 std::vector<const void*> BuffersOf(const LeafOperands& leaf, const Plan& plan) {
-  std::vector<const void*> buffers = {leaf.param, leaf.grad, leaf.mu, leaf.nu};
-  if (plan.has_nu_max()) buffers.push_back(leaf.nu_max);
+  std::vector<const void*> buffers = {leaf.param, leaf.grad};
+  if (!plan.options.zero_moments) {
+    buffers.push_back(leaf.mu);
+    buffers.push_back(leaf.nu);
+    if (plan.has_nu_max()) buffers.push_back(leaf.nu_max);
+  }
   if (plan.out_apart) buffers.push_back(leaf.out);
   if (plan.moments_apart) {
     buffers.push_back(leaf.mu_out);
@@ -135,6 +140,7 @@ std::string LaunchTable(CuStream stream, const StepOperands& operands, const Lea
   args->options.write_params = plan.options.write_params;
   args->options.out_apart = plan.out_apart;
   args->options.moments_apart = plan.moments_apart;
+  args->options.zero_moments = plan.options.zero_moments;
   args->options.members = plan.options.members;
   const unsigned blocks = FillTable(leaves, plan, next, args.get());
   if (blocks == 0) {

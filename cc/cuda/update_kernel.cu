@@ -20,8 +20,8 @@ struct OutputSlots {
   int nu_max;
 };
 
-__device__ __forceinline__ OutputSlots SlotsOf(const LaunchOptions& options) {
-  const int first = options.has_nu_max ? 5 : 4;
+__device__ __forceinline__ OutputSlots SlotsOf(const LaunchOptions& options, bool zero_moments) {
+  const int first = zero_moments ? 2 : options.has_nu_max ? 5 : 4;
   const int moments = first + (options.out_apart ? 1 : 0);
   return {options.out_apart ? first : 0, options.moments_apart ? moments : 2,
           options.moments_apart ? moments + 1 : 3, options.moments_apart ? moments + 2 : 4};
@@ -61,7 +61,7 @@ __device__ __forceinline__ VectorUpdate UpdateVector(const AdamWScalars& scalars
 template <typename Arguments>
 __device__ void SkipChunk(const Arguments& args, int leaf, LeafFlags flags, const Span& span) {
   const LaunchOptions& options = args.options;
-  const OutputSlots slots = SlotsOf(options);
+  const OutputSlots slots = SlotsOf(options, options.zero_moments);
   const auto copy = [&](DType dtype, int from, int to) {
     StoreRaw(dtype, args.buffer(leaf, to), span, LoadRaw(dtype, args.buffer(leaf, from), span));
   };
@@ -73,9 +73,15 @@ __device__ void SkipChunk(const Arguments& args, int leaf, LeafFlags flags, cons
     copy(flags.param_dtype, 0, slots.out);
   }
   if (!options.moments_apart) return;
-  copy(DType::kFloat32, 2, slots.mu);
-  copy(DType::kFloat32, 3, slots.nu);
-  if (options.has_nu_max) copy(DType::kFloat32, 4, slots.nu_max);
+  const auto keep_moment = [&](int from, int to) {
+    const RawVector old = options.zero_moments
+                              ? RawVector{}
+                              : LoadRaw(DType::kFloat32, args.buffer(leaf, from), span);
+    StoreRaw(DType::kFloat32, args.buffer(leaf, to), span, old);
+  };
+  keep_moment(2, slots.mu);
+  keep_moment(3, slots.nu);
+  if (options.has_nu_max) keep_moment(4, slots.nu_max);
 }
 
 // Where a block works, the same for all its threads.
@@ -115,7 +121,7 @@ struct AnyDTypes {
   DType grad;
 };
 
-template <Amsgrad kAmsgrad, bool kNesterov, typename DTypes, typename Arguments>
+template <Amsgrad kAmsgrad, bool kNesterov, bool kZeroMoments, typename DTypes, typename Arguments>
 __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPlace& place,
                                             DTypes dtypes) {
   constexpr DType kMoment = DType::kFloat32;
@@ -124,10 +130,14 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
   const Span& span = place.span;
   const RawVector raw_param = LoadRaw(dtypes.param, args.buffer(leaf, 0), span);
   const RawVector raw_grad = LoadRaw(dtypes.grad, args.buffer(leaf, 1), span);
-  const RawVector raw_mu = LoadRaw(kMoment, args.buffer(leaf, 2), span);
-  const RawVector raw_nu = LoadRaw(kMoment, args.buffer(leaf, 3), span);
+  RawVector raw_mu{};
+  RawVector raw_nu{};
   RawVector raw_max{};
-  if (kHasMax) raw_max = LoadRaw(kMoment, args.buffer(leaf, 4), span);
+  if (!kZeroMoments) {
+    raw_mu = LoadRaw(kMoment, args.buffer(leaf, 2), span);
+    raw_nu = LoadRaw(kMoment, args.buffer(leaf, 3), span);
+    if (kHasMax) raw_max = LoadRaw(kMoment, args.buffer(leaf, 4), span);
+  }
 
   __shared__ __align__(16) HyperTerms terms;
   if (threadIdx.x < kNumHyper) {
@@ -142,7 +152,7 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
       args.options.write_params, ToFloat(dtypes.param, raw_param), ToFloat(dtypes.grad, raw_grad),
       ToFloat(kMoment, raw_mu), ToFloat(kMoment, raw_nu), ToFloat(kMoment, raw_max));
 
-  const OutputSlots slots = SlotsOf(args.options);
+  const OutputSlots slots = SlotsOf(args.options, kZeroMoments);
   StoreRaw(dtypes.param, args.buffer(leaf, slots.out), span, FromFloat(dtypes.param, next.out));
   StoreRaw(kMoment, args.buffer(leaf, slots.mu), span, FromFloat(kMoment, next.mu));
   StoreRaw(kMoment, args.buffer(leaf, slots.nu), span, FromFloat(kMoment, next.nu));
@@ -151,51 +161,53 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
   }
 }
 
-// kAllFloat32Params promises float32 parameters with float32 or bfloat16 gradients, the common
-// case, and has a body for each: it then needs 48 registers instead of 56, and bfloat16 gradients
-// are 8 % faster. A switch over all nine pairs, compiled to an indirect jump, was 20 % slower
-// (H200, 2026-11-29).
-template <Amsgrad kAmsgrad, bool kNesterov, bool kAllFloat32Params, typename Arguments>
+// With float32 parameters the code has a body for float32 and one for bfloat16 gradients: it then
+// needs 48 registers instead of 56, and bfloat16 gradients are 8 % faster. A switch over all nine
+// pairs, compiled to an indirect jump, was 20 % slower. A run-time choice of zero moments cost
+// 1-2.5 % (all on an H200, 2026-11-29).
+template <Amsgrad kAmsgrad, bool kNesterov, LeafClass kClass, typename Arguments>
 __device__ __forceinline__ void UpdateOneChunk(const Arguments& args) {
   const ChunkPlace place = LocateChunk(args);
   if (args.step.skip_update.Read(place.member)) {
     return SkipChunk(args, place.leaf, place.flags, place.span);
   }
   constexpr DType kF32 = DType::kFloat32;
+  constexpr bool kZeroMoments = kClass == LeafClass::kFirstStep;
   const DType grad = place.flags.grad_dtype;
-  if (!kAllFloat32Params) {
-    UpdateChunk<kAmsgrad, kNesterov>(args, place, AnyDTypes{place.flags.param_dtype, grad});
+  if (kClass != LeafClass::kFloat32) {
+    UpdateChunk<kAmsgrad, kNesterov, kZeroMoments>(args, place,
+                                                   AnyDTypes{place.flags.param_dtype, grad});
   } else if (grad == kF32) {
-    UpdateChunk<kAmsgrad, kNesterov>(args, place, FixedDTypes<kF32, kF32>{});
+    UpdateChunk<kAmsgrad, kNesterov, false>(args, place, FixedDTypes<kF32, kF32>{});
   } else {
-    UpdateChunk<kAmsgrad, kNesterov>(args, place, FixedDTypes<kF32, DType::kBfloat16>{});
+    UpdateChunk<kAmsgrad, kNesterov, false>(args, place, FixedDTypes<kF32, DType::kBfloat16>{});
   }
 }
 
 }  // namespace
 
-// The entry points: one for each table size, rule and dtype class. A compilation at run time is for
-// one rule, JFA_ONLY_RULE (2 * amsgrad + nesterov), and one class, JFA_ONLY_FLOAT32 (0 or 1).
-#define JFA_UPDATE_KERNEL(NAME, WORDS, AMSGRAD, NESTEROV, ALL_FLOAT32) \
-  extern "C" __global__ void __launch_bounds__(kThreads)               \
-      NAME(const __grid_constant__ UpdateArguments<WORDS> args) {      \
-    UpdateOneChunk<AMSGRAD, NESTEROV, ALL_FLOAT32>(args);              \
+// The entry points: one for each table size, LeafClass and rule. A compilation at run time is for
+// one rule, JFA_ONLY_RULE (2 * amsgrad + nesterov), and one class, JFA_ONLY_CLASS.
+#define JFA_UPDATE_KERNEL(NAME, WORDS, AMSGRAD, NESTEROV, CLASS)  \
+  extern "C" __global__ void __launch_bounds__(kThreads)          \
+      NAME(const __grid_constant__ UpdateArguments<WORDS> args) { \
+    UpdateOneChunk<AMSGRAD, NESTEROV, LeafClass::CLASS>(args);    \
   }
-#define JFA_FLOAT32_KERNELS(RULE, AMSGRAD, NESTEROV)                                         \
-  JFA_UPDATE_KERNEL(UpdateSmallFloat32Rule##RULE, kSmallTableWords, AMSGRAD, NESTEROV, true) \
-  JFA_UPDATE_KERNEL(UpdateLargeFloat32Rule##RULE, kLargeTableWords, AMSGRAD, NESTEROV, true)
-#define JFA_ANY_DTYPE_KERNELS(RULE, AMSGRAD, NESTEROV)                                         \
-  JFA_UPDATE_KERNEL(UpdateSmallAnyDTypeRule##RULE, kSmallTableWords, AMSGRAD, NESTEROV, false) \
-  JFA_UPDATE_KERNEL(UpdateLargeAnyDTypeRule##RULE, kLargeTableWords, AMSGRAD, NESTEROV, false)
+#define JFA_CLASS_KERNELS(CLASS, RULE, AMSGRAD, NESTEROV)                                          \
+  JFA_UPDATE_KERNEL(UpdateSmall##CLASS##Rule##RULE, kSmallTableWords, AMSGRAD, NESTEROV, k##CLASS) \
+  JFA_UPDATE_KERNEL(UpdateLarge##CLASS##Rule##RULE, kLargeTableWords, AMSGRAD, NESTEROV, k##CLASS)
 
-#if !defined(JFA_ONLY_FLOAT32)
-#define JFA_UPDATE_KERNELS(RULE, AMSGRAD, NESTEROV) \
-  JFA_FLOAT32_KERNELS(RULE, AMSGRAD, NESTEROV)      \
-  JFA_ANY_DTYPE_KERNELS(RULE, AMSGRAD, NESTEROV)
-#elif JFA_ONLY_FLOAT32
-#define JFA_UPDATE_KERNELS JFA_FLOAT32_KERNELS
+#if !defined(JFA_ONLY_CLASS)
+#define JFA_UPDATE_KERNELS(...)            \
+  JFA_CLASS_KERNELS(Float32, __VA_ARGS__)  \
+  JFA_CLASS_KERNELS(AnyDType, __VA_ARGS__) \
+  JFA_CLASS_KERNELS(FirstStep, __VA_ARGS__)
+#elif JFA_ONLY_CLASS == 0
+#define JFA_UPDATE_KERNELS(...) JFA_CLASS_KERNELS(Float32, __VA_ARGS__)
+#elif JFA_ONLY_CLASS == 1
+#define JFA_UPDATE_KERNELS(...) JFA_CLASS_KERNELS(AnyDType, __VA_ARGS__)
 #else
-#define JFA_UPDATE_KERNELS JFA_ANY_DTYPE_KERNELS
+#define JFA_UPDATE_KERNELS(...) JFA_CLASS_KERNELS(FirstStep, __VA_ARGS__)
 #endif
 
 #if !defined(JFA_ONLY_RULE) || JFA_ONLY_RULE == 0

@@ -114,39 +114,63 @@ StepOperands DecodeStep(Decoder& decoder, ffi::Span<const std::uint8_t> traced) 
   return step;
 }
 
-LeafOperands DecodeLeaf(Decoder& decoder, std::size_t num_scalars, std::size_t leaf,
-                        std::size_t num_leaves, bool amsgrad) {
-  const auto argument = [&](std::size_t group) { return num_scalars + group * num_leaves + leaf; };
+struct Attributes {
+  UpdateOptions options;
+  std::int64_t num_after;
+  ffi::Span<const std::uint8_t> decays;
+  ffi::Span<const std::uint8_t> traced;
+};
+
+// Where the leaves lie among arguments and results.
+struct Frame {
+  std::size_t num_leaves;
+  std::size_t first_leaf;      // index of the first parameter
+  std::size_t argument_kinds;  // params, grads [, mu, nu [, nu_max]]
+  std::size_t result_kinds;    // out, mu, nu [, nu_max]
+
+  explicit Frame(const Attributes& attributes)
+      : num_leaves(attributes.decays.size()),
+        first_leaf(3 + static_cast<std::size_t>(attributes.num_after)) {
+    const bool has_nu_max = attributes.options.amsgrad != Amsgrad::kOff;
+    for (const std::uint8_t is_traced : attributes.traced) first_leaf += is_traced != 0;
+    argument_kinds = attributes.options.zero_moments ? 2 : has_nu_max ? 5 : 4;
+    result_kinds = has_nu_max ? 4 : 3;
+  }
+  std::size_t num_arguments() const { return first_leaf + num_leaves * argument_kinds; }
+  std::size_t num_results() const { return num_leaves * result_kinds; }
+};
+
+LeafOperands DecodeLeaf(Decoder& decoder, const Frame& frame, std::size_t leaf) {
+  const std::size_t num_leaves = frame.num_leaves;
+  const auto argument = [&](std::size_t group) {
+    return frame.first_leaf + group * num_leaves + leaf;
+  };
   const auto result = [&](std::size_t group) { return group * num_leaves + leaf; };
   const ffi::AnyBuffer param = decoder.Argument(argument(0));
   const ffi::AnyBuffer grad = decoder.Argument(argument(1));
   const ffi::AnyBuffer out = decoder.Result(result(0));
   decoder.CheckLike(grad, param, grad.element_type(), "gradient", leaf);
   decoder.CheckLike(out, param, param.element_type(), "output", leaf);
-  LeafOperands operands;
+  LeafOperands operands{};
   operands.param = param.untyped_data();
   operands.grad = grad.untyped_data();
   operands.out = out.untyped_data();
-  operands.mu = decoder.Moment(argument(2), param, "mu", leaf);
-  operands.nu = decoder.Moment(argument(3), param, "nu", leaf);
-  operands.nu_max = amsgrad ? decoder.Moment(argument(4), param, "nu_max", leaf) : nullptr;
+  if (frame.argument_kinds > 2) {
+    operands.mu = decoder.Moment(argument(2), param, "mu", leaf);
+    operands.nu = decoder.Moment(argument(3), param, "nu", leaf);
+  }
+  if (frame.argument_kinds > 4)
+    operands.nu_max = decoder.Moment(argument(4), param, "nu_max", leaf);
   operands.mu_out = decoder.MomentResult(result(1), param, "new mu", leaf);
   operands.nu_out = decoder.MomentResult(result(2), param, "new nu", leaf);
-  operands.nu_max_out =
-      amsgrad ? decoder.MomentResult(result(3), param, "new nu_max", leaf) : nullptr;
+  if (frame.result_kinds > 3) {
+    operands.nu_max_out = decoder.MomentResult(result(3), param, "new nu_max", leaf);
+  }
   operands.num_elements = static_cast<std::int64_t>(param.element_count());
   operands.param_dtype = decoder.LeafDType(param, "parameter", leaf);
   operands.grad_dtype = decoder.LeafDType(grad, "gradient", leaf);
   return operands;
 }
-
-struct Attributes {
-  UpdateOptions options;
-  ffi::Span<const std::uint8_t> decays;
-  ffi::Span<const std::uint8_t> traced;
-
-  bool has_nu_max() const { return options.amsgrad != Amsgrad::kOff; }
-};
 
 // Reads one attribute into `value`; returns whether it was there, with this type.
 template <typename T, typename Value>
@@ -166,6 +190,8 @@ ffi::ErrorOr<Attributes> DecodeAttributes(const ffi::Dictionary& dictionary) {
                         Get<bool>(dictionary, "maximize", &options.maximize) &&
                         Get<bool>(dictionary, "write_params", &options.write_params) &&
                         Get<std::int64_t>(dictionary, "members", &options.members) &&
+                        Get<std::int64_t>(dictionary, "num_after", &attributes.num_after) &&
+                        Get<bool>(dictionary, "zero_moments", &options.zero_moments) &&
                         Get<Flags>(dictionary, "decays", &attributes.decays) &&
                         Get<Flags>(dictionary, "traced", &attributes.traced);
   if (!complete) return ffi::Unexpected(Invalid("an attribute is missing or of another type"));
@@ -174,6 +200,7 @@ ffi::ErrorOr<Attributes> DecodeAttributes(const ffi::Dictionary& dictionary) {
   }
   options.amsgrad = static_cast<Amsgrad>(amsgrad);
   if (options.members < 1) return ffi::Unexpected(Invalid("members must be 1 or more"));
+  if (attributes.num_after < 0) return ffi::Unexpected(Invalid("num_after must not be negative"));
   if (attributes.traced.size() != kNumHyper) {
     return ffi::Unexpected(Invalid("traced must have one entry for each hyperparameter"));
   }
@@ -187,26 +214,21 @@ ffi::ErrorOr<UpdateOperands> DecodeUpdate(ffi::RemainingArgs args, ffi::Remainin
   const ffi::ErrorOr<Attributes> decoded = DecodeAttributes(dictionary);
   if (!decoded.has_value()) return ffi::Unexpected(decoded.error());
   const Attributes& attributes = *decoded;
-  const bool has_max = attributes.has_nu_max();
-  const std::size_t num_leaves = attributes.decays.size();
-  std::size_t num_scalars = 3;
-  for (const std::uint8_t is_traced : attributes.traced) num_scalars += is_traced != 0;
-  const std::size_t num_args = num_scalars + num_leaves * (has_max ? 5 : 4);
-  const std::size_t num_rets = num_leaves * (has_max ? 4 : 3);
-  if (args.size() != num_args || rets.size() != num_rets) {
+  const Frame frame(attributes);
+  if (args.size() != frame.num_arguments() || rets.size() != frame.num_results()) {
     return ffi::Unexpected(Invalid(
-        "expected " + std::to_string(num_args) + " operands and " + std::to_string(num_rets) +
-        " results for " + std::to_string(num_leaves) + " leaves, got " +
-        std::to_string(args.size()) + " and " + std::to_string(rets.size())));
+        "expected " + std::to_string(frame.num_arguments()) + " operands and " +
+        std::to_string(frame.num_results()) + " results for " + std::to_string(frame.num_leaves) +
+        " leaves, got " + std::to_string(args.size()) + " and " + std::to_string(rets.size())));
   }
   const std::int64_t members = attributes.options.members;
   Decoder decoder(args, rets, members);
   UpdateOperands operands;
   operands.options = attributes.options;
   operands.step = DecodeStep(decoder, attributes.traced);
-  operands.leaves.reserve(num_leaves);
-  for (std::size_t leaf = 0; leaf < num_leaves && decoder.ok(); ++leaf) {
-    operands.leaves.push_back(DecodeLeaf(decoder, num_scalars, leaf, num_leaves, has_max));
+  operands.leaves.reserve(frame.num_leaves);
+  for (std::size_t leaf = 0; leaf < frame.num_leaves && decoder.ok(); ++leaf) {
+    operands.leaves.push_back(DecodeLeaf(decoder, frame, leaf));
     operands.leaves.back().decays = attributes.decays[leaf] != 0;
     if (operands.leaves.back().num_elements % members != 0) {
       decoder.Fail(LeafName("parameter", leaf) + ": not divisible into " + std::to_string(members) +

@@ -1,13 +1,18 @@
-// Drives the CUDA update without JAX and compares its bits with the CPU's. Each array is one exact
-// device allocation, so that compute-sanitizer finds the first byte beyond it; a pooled allocator
-// would hide it. Exits with 1 on a failure.
+// Drives the CUDA update without JAX and compares its bits with the CPU's. In the tests of one leaf
+// each array is one exact device allocation, so that compute-sanitizer finds the first byte beyond
+// it; a pooled allocator would hide it. Exits with 1 on a failure.
 #include <dlfcn.h>
 
+#include <array>
 #include <cstdlib>
-#include <memory>
-#include <utility>
+#include <iterator>
+#include <numeric>
+#include <string>
+#include <vector>
 
 #include "cpu/update.h"
+#include "cuda/table.h"
+#include "cuda/tuning.h"
 #include "cuda/update.h"
 #include "tests/cases.h"
 
@@ -68,34 +73,33 @@ const Memory& Device() {
 class DeviceBuffer {
  public:
   DeviceBuffer(std::size_t bytes, std::size_t offset) : bytes_(bytes), offset_(offset) {
-    const std::size_t exact = bytes + offset;
-    Require(Device().MemAlloc(&base_, exact == 0 ? 1 : exact), "cuMemAlloc");
     const std::vector<unsigned char> canary(bytes + offset, kCanary);
-    Require(Device().MemcpyHtoD(base_, canary.data(), canary.size()), "cuMemcpyHtoD");
+    Require(Device().MemAlloc(&base_, canary.empty() ? 1 : canary.size()), "cuMemAlloc");
+    Copy(base_, canary.data(), canary.size());
   }
-  DeviceBuffer(DeviceBuffer&& other) noexcept
-      : bytes_(other.bytes_), offset_(other.offset_), base_(std::exchange(other.base_, 0)) {}
-  ~DeviceBuffer() {
-    if (base_ != 0) Device().MemFree(base_);
-  }
+  DeviceBuffer(const DeviceBuffer&) = delete;
+  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
+  ~DeviceBuffer() { Device().MemFree(base_); }
 
   template <typename T>
   T* As() const {
     return reinterpret_cast<T*>(base_ + offset_);
   }
-  void Write(const void* host) {
-    if (bytes_ > 0) Require(Device().MemcpyHtoD(base_ + offset_, host, bytes_), "cuMemcpyHtoD");
-  }
+  void Write(const void* host) { Copy(base_ + offset_, host, bytes_); }
+  void Write(const std::vector<unsigned char>& host) { Write(host.data()); }
   std::vector<unsigned char> Read() const {
     std::vector<unsigned char> host(bytes_ + offset_);
     Require(Device().MemcpyDtoH(host.data(), base_, host.size()), "cuMemcpyDtoH");
     for (std::size_t i = 0; i < offset_; ++i) intact_ = intact_ && host[i] == kCanary;
     return {host.begin() + static_cast<std::ptrdiff_t>(offset_), host.end()};
   }
-  bool intact() const { return intact_; }
+  bool Intact() const { return intact_; }  // as far as it was read
 
  private:
-  static constexpr unsigned char kCanary = 0xa5;
+  static void Copy(DevicePointer to, const void* from, std::size_t bytes) {
+    if (bytes > 0) Require(Device().MemcpyHtoD(to, from, bytes), "cuMemcpyHtoD");
+  }
+
   std::size_t bytes_;
   std::size_t offset_;
   DevicePointer base_ = 0;
@@ -109,78 +113,13 @@ struct Inline {  // a thread pool of none
   }
 };
 
-std::size_t Bytes(const Case& c, int input) {
-  return c.n * static_cast<std::size_t>(c.members) *
-         static_cast<std::size_t>(SizeOf(InputDType(c, input)));
-}
-
-LeafOperands MakeLeaf(const Case& c, void* const in[5], void* const out[4]) {
-  const bool has_max = c.amsgrad != Amsgrad::kOff;
-  LeafOperands leaf;
-  leaf.param = in[0];
-  leaf.grad = in[1];
-  leaf.mu = static_cast<float*>(in[2]);
-  leaf.nu = static_cast<float*>(in[3]);
-  leaf.nu_max = has_max ? static_cast<float*>(in[4]) : nullptr;
-  leaf.out = out[0];
-  leaf.mu_out = static_cast<float*>(out[1]);
-  leaf.nu_out = static_cast<float*>(out[2]);
-  leaf.nu_max_out = has_max ? static_cast<float*>(out[3]) : nullptr;
-  leaf.num_elements = static_cast<long long>(c.n * static_cast<std::size_t>(c.members));
-  leaf.param_dtype = c.param_dtype;
-  leaf.grad_dtype = c.grad_dtype;
-  leaf.decays = true;
-  return leaf;
-}
-
-std::vector<unsigned char> RunOnCpu(const Case& c) {
-  std::vector<std::vector<unsigned char>> arrays;
-  void* in[5];
-  for (int i = 0; i < 5; ++i) {
-    arrays.emplace_back(Bytes(c, i));
-    in[i] = arrays.back().data();
-    FillInput(in[i], c, i);
-  }
-  std::vector<unsigned char> out(Bytes(c, 0));
-  void* outputs[4] = {out.data(), in[2], in[3], in[4]};
+void UpdateOnCpu(const std::vector<LeafOperands>& leaves, const Case& c) {
   const HostScalars scalars(c.skip);
-  StepOperands operands;
-  operands.step = {&scalars.step, false};
-  operands.skip_update = {&scalars.skip, false};
-  operands.hyper_bits = scalars.hyper_bits;
   Inline pool;
-  cpu::Update(pool, 1, *cpu::SelectInstructionSet(), operands, {MakeLeaf(c, in, outputs)},
-              {c.amsgrad, c.nesterov, true, c.write_params, c.members});
-  std::vector<unsigned char> bytes = out;
-  for (int i = 2; i < (c.amsgrad != Amsgrad::kOff ? 5 : 4); ++i) {
-    bytes.insert(bytes.end(), arrays[i].begin(), arrays[i].end());
-  }
-  return bytes;
+  cpu::Update(pool, 1, *cpu::SelectInstructionSet(), scalars.Operands(), leaves, c.Options());
 }
 
-std::vector<unsigned char> RunOnGpu(const Case& c) {
-  std::vector<DeviceBuffer> arrays;
-  void* in[5];
-  for (int i = 0; i < 5; ++i) {
-    std::vector<unsigned char> host(Bytes(c, i));
-    FillInput(host.data(), c, i);
-    const std::size_t element = static_cast<std::size_t>(SizeOf(InputDType(c, i)));
-    arrays.emplace_back(host.size(), c.offset * element);
-    arrays.back().Write(host.data());
-    in[i] = arrays.back().As<void>();
-  }
-  std::vector<DeviceBuffer> apart;
-  for (const int i : {0, 2, 3, 4}) {
-    const std::size_t element = static_cast<std::size_t>(SizeOf(InputDType(c, i)));
-    apart.emplace_back(Bytes(c, i), c.offset * element);
-  }
-  const auto result = [&](std::size_t output, std::size_t input) -> DeviceBuffer& {
-    const bool aliased = c.in_place && (output > 0 || c.write_params);
-    return aliased ? arrays[input] : apart[output];
-  };
-  void* outputs[4] = {result(0, 0).As<void>(), result(1, 2).As<void>(), result(2, 3).As<void>(),
-                      result(3, 4).As<void>()};
-
+void UpdateOnGpu(const std::vector<LeafOperands>& leaves, const Case& c) {
   const HostScalars scalars(c.skip);
   DeviceBuffer step(sizeof(scalars.step), 0);
   DeviceBuffer skip(sizeof(scalars.skip), 0);
@@ -193,43 +132,58 @@ std::vector<unsigned char> RunOnGpu(const Case& c) {
   operands.skip_update = {skip.As<unsigned char>(), false};
   operands.hyper_bits = hyper_bits.As<Word32>();
 
-  const std::vector<LeafOperands> leaves = {MakeLeaf(c, in, outputs)};
-  const UpdateOptions options{c.amsgrad, c.nesterov, true, c.write_params, c.members};
-  std::string error = PrepareUpdate(leaves, options);
-  if (error.empty()) error = Update(nullptr, operands, leaves, options);
+  std::string error = PrepareUpdate(leaves, c.Options());
+  if (error.empty()) error = Update(nullptr, operands, leaves, c.Options());
   Check(error.empty(), error);
   Require(Device().CtxSynchronize(), "cuCtxSynchronize");
-
-  std::vector<unsigned char> bytes;
-  for (std::size_t i = 0; i < (c.amsgrad != Amsgrad::kOff ? 4u : 3u); ++i) {
-    const DeviceBuffer& buffer = result(i, i == 0 ? 0 : i + 1);
-    const std::vector<unsigned char> part = buffer.Read();
-    bytes.insert(bytes.end(), part.begin(), part.end());
-    Check(buffer.intact(), "canary, " + c.Name("cuda"));
-  }
-  return bytes;
 }
 
-void CheckCase(const Case& c) { Check(RunOnGpu(c) == RunOnCpu(c), "bits, " + c.Name("cuda")); }
+void CheckCase(const Case& c) {
+  const LeafArrays<GuardedBuffer> host(c.Plain());
+  UpdateOnCpu({host.Operands()}, c.Plain());
+  const LeafArrays<DeviceBuffer> device(c);
+  UpdateOnGpu({device.Operands()}, c);
+  Check(device.ReadOutputs("cuda") == host.ReadOutputs("cpu"), "bits, " + c.Name("cuda"));
+}
 
-// Every rule and pair of dtypes at every element offset, sizes around a thread's 4 elements and a
-// block's 512.
+// Around a thread's 4 elements and a block's 512.
+constexpr std::size_t kSizes[] = {0,   1,   2,   3,   4,   5,   7,    8,    31,   127, 128,
+                                  129, 509, 511, 512, 513, 516, 1023, 1024, 1027, 2049};
+
+// Every rule and pair of dtypes at every element offset.
 void TestShapesAndOffsets() {
-  const std::size_t sizes[] = {0,   1,   2,   3,   4,   5,   7,    8,    31,   127, 128,
-                               129, 509, 511, 512, 513, 516, 1023, 1024, 1027, 2049};
   std::size_t next = 0;
   for (const Amsgrad amsgrad : {Amsgrad::kOff, Amsgrad::kUncorrected, Amsgrad::kCorrected}) {
     for (const bool nesterov : {false, true}) {
       for (const DType param : kDTypes) {
         for (const DType grad : kDTypes) {
           for (std::size_t offset = 0; offset < 16; ++offset) {
-            const std::size_t n = sizes[next++ % std::size(sizes)];
-            CheckCase({n, offset, param, grad, amsgrad, nesterov, true, false, true, 1});
+            const std::size_t n = kSizes[next++ % std::size(kSizes)];
+            CheckCase({n, offset, param, grad, amsgrad, nesterov, true, false, true, 1,
+                       ZeroMoments::kNo});
           }
-          for (const std::size_t n : sizes) {
+          for (const std::size_t n : kSizes) {
             CheckCase({n, next++ % 3, param, grad, amsgrad, nesterov, next % 2 == 0, false,
-                       next % 3 != 0, 1});
+                       next % 3 != 0, 1, ZeroMoments::kNo});
           }
+        }
+      }
+    }
+  }
+}
+
+// The same for a first step. The other options take turns, with a period that is prime to those of
+// offset and n.
+void TestZeroMoments() {
+  std::size_t next = 0;
+  for (const Amsgrad amsgrad : {Amsgrad::kOff, Amsgrad::kUncorrected, Amsgrad::kCorrected}) {
+    for (const DType param : kDTypes) {
+      for (const DType grad : kDTypes) {
+        for (std::size_t offset = 0; offset < 8; ++offset, ++next) {
+          const std::size_t flags = next % 17;
+          CheckCase({kSizes[next % std::size(kSizes)], offset, param, grad, amsgrad,
+                     (flags & 1) != 0, (flags & 2) != 0, (flags & 4) != 0, (flags & 8) != 0, 1,
+                     ZeroMoments::kNull});
         }
       }
     }
@@ -241,9 +195,120 @@ void TestOptions() {
     for (const DType dtype : kDTypes) {
       for (const int flags : {0, 1, 2, 3, 4, 5, 6, 7}) {
         for (const std::int64_t members : {1, 3}) {
-          CheckCase({1001, 0, dtype, dtype, amsgrad, false, (flags & 1) != 0, (flags & 2) != 0,
-                     (flags & 4) != 0, members});
+          for (const ZeroMoments zero : {ZeroMoments::kNo, ZeroMoments::kNull}) {
+            CheckCase({1001, 0, dtype, dtype, amsgrad, false, (flags & 1) != 0, (flags & 2) != 0,
+                       (flags & 4) != 0, members, zero});
+          }
         }
+      }
+    }
+  }
+}
+
+// Many leaves in one allocation, laid out alike in host and device memory; the bytes between the
+// arrays are canaries. Not an allocation for each array, to stay quick under compute-sanitizer.
+class LeafSet {
+ public:
+  explicit LeafSet(const std::vector<Case>& cases) : cases_(cases), places_(cases.size()) {
+    std::size_t end = 0;
+    ForEachArray([&](std::size_t leaf, int array) {
+      const Case& c = cases_[leaf];
+      const std::size_t begin = (end + 2 * kAlignment - 1) / kAlignment * kAlignment;
+      places_[leaf][array] = begin + c.offset * ElementBytes(c, array);
+      end = places_[leaf][array] + ArrayBytes(c, array);
+    });
+    image_.assign(end + kAlignment, kCanary);
+    ForEachArray([&](std::size_t leaf, int array) {
+      if (!IsInput(array)) return;
+      FillInput(&image_[places_[leaf][array]], cases_[leaf], array, static_cast<unsigned>(leaf));
+    });
+  }
+
+  // What the allocation holds before an update.
+  const std::vector<unsigned char>& image() const { return image_; }
+
+  // The leaves of these indices, in an allocation that begins at `base`.
+  std::vector<LeafOperands> Leaves(const std::vector<std::size_t>& indices,
+                                   unsigned char* base) const {
+    std::vector<LeafOperands> leaves;
+    for (const std::size_t i : indices) {
+      leaves.push_back(MakeLeaf(cases_[i], [&](int array) { return base + places_[i][array]; }));
+      leaves.back().decays = i % 3 != 0;
+    }
+    return leaves;
+  }
+
+ private:
+  static constexpr std::size_t kAlignment = 16;
+
+  template <typename Function>
+  void ForEachArray(const Function& function) const {
+    for (std::size_t leaf = 0; leaf < cases_.size(); ++leaf) {
+      for (int array = 0; array < kNumArrays; ++array) {
+        if (HasArray(cases_[leaf], array)) function(leaf, array);
+      }
+    }
+  }
+
+  std::vector<Case> cases_;
+  std::vector<std::array<std::size_t, kNumArrays>> places_;  // bytes from the allocation's begin
+  std::vector<unsigned char> image_;
+};
+
+// `count` leaves like `c` and then an empty one. float32 parameters with float32 and bfloat16
+// gradients, which have kernels of their own, or all dtypes.
+LeafSet MakeLeafSet(const Case& c, std::size_t count, bool any_dtype) {
+  const std::size_t sizes[] = {1, 2, 3, 5, 8, 31, 128, 300, 511, 513, 1100};
+  std::vector<Case> cases(count + 1, c);
+  for (std::size_t i = 0; i < count; ++i) {
+    cases[i].n = sizes[i % std::size(sizes)];
+    cases[i].offset = i % 5 == 0 ? 1 : 0;
+    cases[i].grad_dtype = kDTypes[i % (any_dtype ? 3 : 2)];
+    if (any_dtype) cases[i].param_dtype = kDTypes[i / 3 % 3];
+  }
+  cases[count].n = 0;
+  return LeafSet(cases);
+}
+
+void CheckLeaves(const LeafSet& set, const std::vector<std::size_t>& indices, const Case& c) {
+  std::vector<unsigned char> host = set.image();
+  DeviceBuffer device(host.size(), 0);
+  device.Write(host);
+  UpdateOnCpu(set.Leaves(indices, host.data()), c);
+  UpdateOnGpu(set.Leaves(indices, device.As<unsigned char>()), c);
+  Check(device.Read() == host,
+        "bits of " + std::to_string(indices.size()) + " leaves, " + c.Name("cuda"));
+}
+
+// Calls of as many leaves as fill a table and of more: without an empty leaf, and with an empty one
+// before, among and after them.
+void CheckLeafCounts(const Case& c, bool any_dtype) {
+  int num_buffers = 0;
+  for (int array = 0; array < kNumArrays; ++array) num_buffers += HasArray(c, array) ? 1 : 0;
+  const std::size_t small = UpdateArguments<kSmallTableWords>::Capacity(num_buffers);
+  const std::size_t large = UpdateArguments<kLargeTableWords>::Capacity(num_buffers);
+  const std::size_t most = 2 * large + 3;
+  const LeafSet set = MakeLeafSet(c, most, any_dtype);
+  for (const std::size_t count : {small - 3, small, small + 1, large, large + 1, most}) {
+    std::vector<std::size_t> indices(count);
+    std::iota(indices.begin(), indices.end(), 0);
+    CheckLeaves(set, indices, c);
+    const std::size_t empty = most;
+    for (const std::size_t place : {std::size_t{0}, count / 2, count + 2}) {
+      indices.insert(indices.begin() + static_cast<std::ptrdiff_t>(place), empty);
+    }
+    CheckLeaves(set, indices, c);
+  }
+}
+
+void TestManyLeaves() {
+  for (const Amsgrad amsgrad : {Amsgrad::kOff, Amsgrad::kCorrected}) {
+    const bool any_dtype = amsgrad != Amsgrad::kOff;
+    for (const bool in_place : {false, true}) {
+      for (const ZeroMoments zero : {ZeroMoments::kNo, ZeroMoments::kNull}) {
+        CheckLeafCounts({0, 0, DType::kFloat32, DType::kFloat32, amsgrad, false, true, false,
+                         in_place, 1, zero},
+                        any_dtype);
       }
     }
   }
@@ -254,7 +319,9 @@ void TestOptions() {
 
 int main() {
   jfa::cuda::TestShapesAndOffsets();
+  jfa::cuda::TestZeroMoments();
   jfa::cuda::TestOptions();
+  jfa::cuda::TestManyLeaves();
   std::printf("%d failures\n", jfa::tests::failures);
   return jfa::tests::failures == 0 ? 0 : 1;
 }
