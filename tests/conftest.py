@@ -11,6 +11,13 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 
+def pytest_runtest_setup(item):
+    for marker in item.iter_markers("devices"):
+        (needed,) = marker.args
+        if jax.device_count() < needed:
+            pytest.skip(f"needs {needed} devices, here are {jax.device_count()}")
+
+
 def pytest_collection_modifyitems(config, items):
     if config.getoption("-m"):
         return

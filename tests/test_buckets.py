@@ -263,6 +263,7 @@ def test_buckets_under_vmap_and_in_scan():
     assert_same_bits(train(1), train(None))
 
 
+@pytest.mark.devices(8)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_buckets_gather_nothing(kind):
     kinds = (getattr(AxisType, kind),) * 2

@@ -212,6 +212,7 @@ def mesh_of(num_devices, axis_type=AxisType.Auto):
     return jax.make_mesh((num_devices,), ("x",), (axis_type,), devices=devices)
 
 
+@pytest.mark.devices(8)
 @every_way
 @pytest.mark.parametrize("spec", [P(), P("x")], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("num_devices", [2, 8])
@@ -243,6 +244,7 @@ def test_b38_donation_with_sharding_constraints(way, spec, num_devices):
     assert_same_bits(ends[0], jax.device_get((local, state)))
 
 
+@pytest.mark.devices(8)
 @every_way
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_b42_sharded_operands_are_not_gathered(way, axis_type):
@@ -284,6 +286,7 @@ def test_b44_lowering_for_another_platform():
     assert UPDATE_TARGET not in text and "sqrt" in text
 
 
+@pytest.mark.devices(2)
 @every_way
 @pytest.mark.parametrize("jit", [False, True])
 def test_b47_runs_where_its_arrays_lie(way, jit):

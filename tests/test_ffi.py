@@ -169,7 +169,7 @@ def test_handler_checks_what_reaches_it():
     import jax
     import numpy as np
 
-    def call(count_dtype=jnp.int32, moments=3, traced=(0,) * 7, members=1):
+    def call(count_dtype=jnp.int32, moments=3, traced=(0,) * 7, members=1, num_after=0):
         leaf = jnp.ones(3)
         out = jax.ShapeDtypeStruct((3,), jnp.float32)
         return jax.ffi.ffi_call(_ffi.UPDATE_TARGET, (out,) * 3)(
@@ -185,8 +185,10 @@ def test_handler_checks_what_reaches_it():
             maximize=np.bool_(False),
             members=np.int64(members),
             nesterov=np.bool_(False),
+            num_after=np.int64(num_after),
             traced=np.array(traced, np.uint8),
             write_params=np.bool_(True),
+            zero_moments=np.bool_(False),
         )
 
     jax.block_until_ready(call())
@@ -197,6 +199,8 @@ def test_handler_checks_what_reaches_it():
         (dict(traced=(0,) * 6), "traced"),
         (dict(members=0), "members"),
         (dict(members=2), "not divisible"),
+        (dict(num_after=1), "expected 8 operands"),
+        (dict(num_after=-1), "num_after"),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=text):
             jax.block_until_ready(call(**arguments))

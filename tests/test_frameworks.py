@@ -1,6 +1,5 @@
 """Flax and Haiku training loops in place: bits of the plain protocol, no copies."""
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
@@ -91,6 +90,7 @@ def test_flax_linen_train_state_is_in_place():
 
 
 def test_haiku_steps_are_in_place():
+    hk = pytest.importorskip("haiku")
     model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([40, 7])(x)))
     x = jnp.ones((4, 96))
     params = model.init(jax.random.key(0), x)

@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fused_adamw as jfa
 
+pytestmark = pytest.mark.devices(8)
+
 SPECS = {"both": P("x", "y"), "flat": P(("x", "y")), "whole": P(), "last": P(None, "y")}
 SHAPES = {"both": (8, 4), "flat": (16,), "whole": (3,), "last": (3, 4)}
 VALUES = {

@@ -299,6 +299,7 @@ def test_a8_bad_gradients_are_refused_before_any_change(way, kind, jit):
     assert_same_bits(step(params, state, GRADS), expected)
 
 
+@pytest.mark.devices(2)
 @pytest.mark.parametrize("jit", [False, True])
 def test_a8_leaves_on_other_devices_are_refused(jit):
     tx = jfa.fused_adamw(**HYPERPARAMS)
