@@ -2,7 +2,7 @@
 # used, as a fatbin.
 
 set(JFA_CUDA_HEADERS
-  core/adamw.h core/chunks.h core/dtype.h core/macros.h core/scalars.h
+  core/adamw.h core/chunks.h core/counts.h core/dtype.h core/macros.h core/scalars.h
   cuda/io.cuh cuda/table.h cuda/tuning.h)
 set(JFA_CUDA_KERNEL cuda/update_kernel.cu)
 set(JFA_CUDA_EMBEDDED ${CMAKE_CURRENT_BINARY_DIR}/embedded.cc)

@@ -13,9 +13,11 @@ from jax_fused_adamw._operands import (
     Scalars,
     UpdateConfig,
     flatten,
+    flatten_results,
     listed,
     unflatten,
 )
+from jax_fused_adamw._reference import reference_update
 
 
 def batching_rule(
@@ -38,7 +40,9 @@ def batching_rule(
         )
     )
     out = update_call(config)(*flatten(Operands(scalars, after, batched)))
-    return out, tuple(leaf_batched) * (len(out) // len(leaf_batched))
+    num_leaf_results = config.num_result_kinds * config.num_leaves
+    counters = (False,) * (len(out) - num_leaf_results)
+    return out, tuple(leaf_batched) * config.num_result_kinds + counters
 
 
 def _batch_members(update_call, config, axis_size, operands, in_batched):
@@ -61,25 +65,43 @@ def _batch_members(update_call, config, axis_size, operands, in_batched):
         x = _with_batch_axis(x, axis_size, has_batch)
         return x.reshape(members, *x.shape[1 + len(inner) :])
 
-    *merged_firsts, merged_traced = (
-        [scalar(value_shape, x, has) for x, has in zip(*kinds, strict=True)]
-        for value_shape, *kinds in zip(
-            VALUE_SHAPES, listed(scalars), listed(scalars_batched), strict=True
+    merged_scalars = Scalars(
+        *(
+            [scalar(value_shape, x, has) for x, has in zip(*kinds, strict=True)]
+            for value_shape, *kinds in zip(
+                VALUE_SHAPES, listed(scalars), listed(scalars_batched), strict=True
+            )
         )
     )
-    merged_scalars = Scalars(*(x for [x] in merged_firsts), merged_traced)
-    merged = Buffers(
-        *(list(map(leaf, *kind)) for kind in zip(buffers, buffers_batched))
+    merged_scalars, counts_differ = _align_counters(merged_scalars, members)
+    merged = Operands(
+        merged_scalars,
+        after,
+        Buffers(*(list(map(leaf, *kind)) for kind in zip(buffers, buffers_batched))),
     )
     merged_config = dataclasses.replace(config, members=members)
     if members == 0:
-        moments = [jnp.zeros_like(p, jnp.float32) for p in merged.params]
-        out = [*merged.params, *(moments * (config.num_result_kinds - 1))]
+        out = flatten_results(reference_update(merged_config, *merged[::2]))
     else:
-        flat = flatten(Operands(merged_scalars, after, merged))
-        out = update_call(merged_config)(*flat)
-    shaped = tuple(x.reshape(axis_size, *inner, *x.shape[1:]) for x in out)
-    return shaped, (True,) * len(shaped)
+        out = update_call(merged_config)(*flatten(merged))
+    num_leaf_results = config.num_result_kinds * config.num_leaves
+    batched = [i < num_leaf_results or counts_differ for i in range(len(out))]
+    shaped = (
+        x.reshape(axis_size, *inner, *x.shape[1:]) if is_batched else x
+        for x, is_batched in zip(out, batched, strict=True)
+    )
+    return tuple(shaped), tuple(batched)
+
+
+def _align_counters(listed_scalars: Scalars, members: int) -> tuple[Scalars, bool]:
+    """Scalars out of their lists; if what counts the step differs, so do counters."""
+    [count], [skip_update], [hyper_bits], traced, skip_counters = listed_scalars
+    counters = [count, *skip_counters]
+    differ = any(x.ndim > 0 for x in (*counters, skip_update)) and bool(skip_counters)
+    if differ:
+        counters = [jnp.broadcast_to(x, members) for x in counters]
+    count, *skip_counters = counters
+    return Scalars(count, skip_update, hyper_bits, traced, skip_counters), differ
 
 
 def _with_batch_axis(x, axis_size: int, has_batch: bool):

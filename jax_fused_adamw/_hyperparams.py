@@ -123,7 +123,7 @@ def skip_update_operand(value: Any) -> np.bool_ | jax.Array:
     _check_step_scalar("skip_update", value, (jnp.bool_, jnp.integer))
     if _is_host_value(value):
         return np.bool_(value != 0)
-    return value != 0
+    return value if value.dtype == jnp.bool_ else value != 0
 
 
 def _check_step_scalar(name: str, value: Any, kinds: tuple[Any, ...]) -> None:

@@ -11,7 +11,7 @@ own on a GPU. One that only the device knows is an operand of its own.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 # By the values of jfa::Hyper.
@@ -44,6 +44,8 @@ class UpdateConfig:
       zero_moments: the moments are zero and no operands: a first step, which reads 8
         bytes less for each element, and needs no state to have been made.
       num_after: the operands that the call only waits for (:mod:`._buckets`).
+      count_step: the counters are operands and results. A step of several calls is
+        counted by the last one.
       members: under vmap with batched scalars, the number of members; then every
         leaf has a leading axis of this size, and a scalar may have one.
     """
@@ -57,6 +59,7 @@ class UpdateConfig:
     alias: bool = True
     zero_moments: bool = False
     num_after: int = 0
+    count_step: bool = False
     members: int | None = None
 
     @property
@@ -69,7 +72,7 @@ class UpdateConfig:
 
     @property
     def num_scalars(self) -> int:
-        return 3 + len(self.traced)
+        return 3 + len(self.traced) + (2 if self.count_step else 0)
 
     @property
     def first_leaf(self) -> int:
@@ -84,25 +87,29 @@ class UpdateConfig:
     def num_result_kinds(self) -> int:
         return 4 if self.has_nu_max else 3
 
-    def of_leaves(self, leaves: Sequence[int]) -> "UpdateConfig":
-        return dataclasses.replace(self, decays=tuple(self.decays[i] for i in leaves))
-
 
 class Scalars(NamedTuple):
     """What is the same for every leaf; with members, an optional leading axis."""
 
-    step: Any  # int32[]: 1-based number of this step if it is applied
+    count: Any  # int32[]: steps applied before this one
     skip_update: Any  # bool[]
     hyper_bits: Any  # uint32[7, 2]: float64 patterns, low word first
     traced: Sequence[Any]  # float32[] each, by UpdateConfig.traced
+    skip_counters: Sequence[Any]  # int32[]: skipped, consecutive, with count_step
 
 
-VALUE_SHAPES = Scalars((), (), (len(HYPERPARAMETERS), 2), ())
+VALUE_SHAPES = Scalars((), (), (len(HYPERPARAMETERS), 2), (), ())
 
 
 def listed(scalars: Scalars) -> Scalars:
     """Every field as a list of arrays."""
-    return Scalars(*([x] for x in scalars[:3]), scalars.traced)
+    return Scalars(*([x] for x in scalars[:3]), *scalars[3:])
+
+
+def value_shapes(config: UpdateConfig) -> list[tuple[int, ...]]:
+    """Of each scalar operand, the shape without members."""
+    first = list(VALUE_SHAPES[:3])
+    return first + [()] * (config.num_scalars - len(first))
 
 
 class Buffers(NamedTuple):
@@ -122,12 +129,16 @@ class Buffers(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Result leaves; ``out`` holds new parameters or updates."""
+    """Result leaves; ``out`` holds new parameters or updates.
+
+    ``counters`` are count, skipped and consecutive after the step, with ``count_step``.
+    """
 
     out: Sequence[Any]
     mu: Sequence[Any]
     nu: Sequence[Any]
     nu_max: Sequence[Any]
+    counters: Sequence[Any]
 
 
 class Operands(NamedTuple):
@@ -139,47 +150,92 @@ class Operands(NamedTuple):
 
 
 def flatten(operands: Operands) -> list[Any]:
-    step, skip_update, hyper_bits, traced = operands.scalars
+    scalars = (x for kind in listed(operands.scalars) for x in kind)
     leaves = (leaf for kind in operands.buffers for leaf in kind)
-    return [step, skip_update, hyper_bits, *traced, *operands.after, *leaves]
+    return [*scalars, *operands.after, *leaves]
 
 
 def unflatten(config: UpdateConfig, flat: Sequence[Any]) -> Operands:
-    step, skip_update, hyper_bits, *traced = flat[: config.num_scalars]
+    count, skip_update, hyper_bits, *others = flat[: config.num_scalars]
+    traced, skip_counters = _cut(others, len(config.traced))
     after = flat[config.num_scalars : config.first_leaf]
-    kinds = _split(flat[config.first_leaf :], config.num_leaves)
+    kinds = _by_kind(flat[config.first_leaf :], config.num_leaves)
     return Operands(
-        Scalars(step, skip_update, hyper_bits, traced),
+        Scalars(count, skip_update, hyper_bits, traced, skip_counters),
         after,
         Buffers(*kinds, *([] for _ in range(5 - len(kinds)))),
     )
 
 
+def flatten_results(results: Results) -> list[Any]:
+    return [x for kind in results for x in kind]
+
+
 def unflatten_results(config: UpdateConfig, flat: Sequence[Any]) -> Results:
-    kinds = _split(flat, config.num_leaves)
-    return Results(*kinds, *([] for _ in range(4 - len(kinds))))
+    leaves, counters = _cut(flat, config.num_result_kinds * config.num_leaves)
+    kinds = _by_kind(leaves, config.num_leaves)
+    return Results(*kinds, *([] for _ in range(4 - len(kinds))), counters)
 
 
-def _split(flat: Sequence[Any], n: int) -> list[Sequence[Any]]:
+def _cut(flat: Sequence[Any], n: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    return flat[:n], flat[n:]
+
+
+def _by_kind(flat: Sequence[Any], n: int) -> list[Sequence[Any]]:
     return [flat[start : start + n] for start in range(0, len(flat), n)] if n else []
 
 
-def chunks(
-    config: UpdateConfig, operands: Operands, leaves_per_call: int
-) -> Iterator[tuple[UpdateConfig, Operands]]:
-    """Cuts a call into calls of at most ``leaves_per_call`` leaves, in order."""
-    for start in range(0, config.num_leaves, leaves_per_call):
-        leaves = range(start, min(start + leaves_per_call, config.num_leaves))
-        part = operands._replace(buffers=operands.buffers.of_leaves(leaves))
-        yield config.of_leaves(leaves), part
+class Part(NamedTuple):
+    """Leaves of one of several calls, by index, and what else that call waits for."""
+
+    leaves: Sequence[int]
+    after: Sequence[Any] = ()
 
 
-def concatenate(parts: Sequence[Results]) -> Results:
-    kinds = zip(*parts, strict=True) if parts else [()] * len(Results._fields)
-    return Results(*([leaf for part in kind for leaf in part] for kind in kinds))
+def parts_of(num_leaves: int, leaves_per_part: int) -> list[Part]:
+    starts = range(0, num_leaves, leaves_per_part)
+    return [Part(range(i, min(i + leaves_per_part, num_leaves))) for i in starts]
 
 
-def reorder(results: Results, leaves: Sequence[int]) -> Results:
-    """Puts results of the leaves that ``leaves`` numbers into the order 0, 1, ..."""
+def call_in_parts(
+    call: Callable[[UpdateConfig, Operands], Results],
+    parts: Sequence[Part],
+    config: UpdateConfig,
+    operands: Operands,
+) -> Results:
+    """One call for each part, each waiting for the one before; the last one counts.
+
+    The counters are updated in place, so the call that counts must be the last one to
+    read them; and the order in which :mod:`._buckets` puts its buckets is kept.
+    """
+    if len(parts) == 1 and not parts[0].after:
+        return call(config, operands)
+    results: list[Results] = []
+    for part in parts:
+        after = [*operands.after, *part.after]
+        if results:
+            after.append(results[-1].mu[0])
+        counts = config.count_step and part is parts[-1]
+        scalars = operands.scalars
+        if not counts:
+            scalars = scalars._replace(skip_counters=[])
+        part_config = dataclasses.replace(
+            config,
+            decays=tuple(config.decays[i] for i in part.leaves),
+            num_after=len(after),
+            count_step=counts,
+        )
+        buffers = operands.buffers.of_leaves(part.leaves)
+        results.append(call(part_config, Operands(scalars, after, buffers)))
+    return _in_order(results, [i for part in parts for i in part.leaves])
+
+
+def _in_order(results: Sequence[Results], leaves: Sequence[int]) -> Results:
+    """The results of parts as those of one call; ``leaves`` are theirs in sequence."""
     places = sorted(range(len(leaves)), key=leaves.__getitem__)
-    return Results(*([kind[i] for i in places] if kind else [] for kind in results))
+    *kinds, counters = (
+        [leaf for part in kind for leaf in part] for kind in zip(*results, strict=True)
+    )
+    return Results(
+        *([kind[i] for i in places] if kind else [] for kind in kinds), counters
+    )

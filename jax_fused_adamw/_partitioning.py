@@ -11,17 +11,20 @@ import jax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_fused_adamw._operands import VALUE_SHAPES, UpdateConfig, unflatten
+from jax_fused_adamw._operands import UpdateConfig, unflatten, value_shapes
 
 
 def sharding_rule(config: UpdateConfig, mesh, operands, results):
     """Leaf i shards alike in all its buffers; scalars are whole on every device."""
     del mesh
     first, n = config.first_leaf, config.num_leaves
+    num_leaf_results = config.num_result_kinds * n
     leading = () if config.members is None else ("member",)
 
+    ranks = [len(shape) for shape in value_shapes(config)]
+
     def scalar(i: int, value_type) -> ArrayMapping:
-        value_rank = len(VALUE_SHAPES[min(i, 3)])
+        value_rank = ranks[i]
         members = leading if value_type.rank > value_rank else ()
         return ArrayMapping(*members, *(f"scalar{i}_dim{d}" for d in range(value_rank)))
 
@@ -41,7 +44,10 @@ def sharding_rule(config: UpdateConfig, mesh, operands, results):
             ),
             *(leaf(i % n, x) for i, x in enumerate(operands[first:])),
         ),
-        tuple(leaf(i % n, x) for i, x in enumerate(results)),
+        (
+            *(leaf(i % n, x) for i, x in enumerate(results[:num_leaf_results])),
+            *(scalar(0, x) for x in results[num_leaf_results:]),
+        ),
     )
 
 
@@ -51,14 +57,15 @@ def partition(bind: Callable, config: UpdateConfig, mesh, operands, results):
     A first step, which has no state yet, runs it where its parameter lies.
     """
     n, first = config.num_leaves, config.first_leaf
+    num_leaf_results = config.num_result_kinds * n
     _, after, buffers = unflatten(config, operands)
     placements = [leaf.sharding for leaf in buffers.mu or buffers.params]
     member_spec = None
     if config.members is not None:
         member_spec, placements = _align_members(mesh, placements)
 
-    def scalar_sharding(i: int, x) -> NamedSharding:
-        per_member = len(x.shape) > len(VALUE_SHAPES[min(i, 3)])
+    def scalar_sharding(shape: tuple[int, ...], x) -> NamedSharding:
+        per_member = len(x.shape) > len(shape)
         spec = PartitionSpec(member_spec) if per_member else PartitionSpec()
         return NamedSharding(mesh, spec)
 
@@ -73,11 +80,14 @@ def partition(bind: Callable, config: UpdateConfig, mesh, operands, results):
     return (
         mesh,
         update_shard,
-        tuple(placements[i % n] for i in range(len(results))),
+        (
+            *(placements[i % n] for i in range(num_leaf_results)),
+            *(scalar_sharding((), x) for x in results[num_leaf_results:]),
+        ),
         (
             *(
-                scalar_sharding(i, x)
-                for i, x in enumerate(operands[: config.num_scalars])
+                scalar_sharding(shape, x)
+                for shape, x in zip(value_shapes(config), operands)
             ),
             *(x.sharding for x in after),
             *(placements[i % n] for i in range(len(operands) - first)),

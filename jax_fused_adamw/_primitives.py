@@ -32,10 +32,11 @@ from jax_fused_adamw._operands import (
     Results,
     Scalars,
     UpdateConfig,
-    chunks,
-    concatenate,
+    call_in_parts,
     flatten,
+    flatten_results,
     listed,
+    parts_of,
     unflatten,
     unflatten_results,
 )
@@ -69,15 +70,17 @@ def _update_shape_rule(*avals, config: UpdateConfig):
     for i in range(config.num_leaves):
         _check_leaf(i, buffers)
     # As new parameters or as updates, `out` is shaped like the parameters.
-    if not config.zero_moments:
-        return [*buffers.params, *buffers.mu, *buffers.nu, *buffers.nu_max]
-    float32 = np.dtype(np.float32)
-    moments = [p.update(dtype=float32, weak_type=False) for p in buffers.params]
-    return [*buffers.params, *(moments * (config.num_result_kinds - 1))]
+    moments = [buffers.mu, buffers.nu, buffers.nu_max]
+    if config.zero_moments:
+        float32 = np.dtype(np.float32)
+        like = [p.update(dtype=float32, weak_type=False) for p in buffers.params]
+        moments = [like] * (config.num_result_kinds - 1)
+    counters = [scalars.count, *scalars.skip_counters] if config.count_step else []
+    return [*buffers.params, *(leaf for kind in moments for leaf in kind), *counters]
 
 
 def _check_scalars(config: UpdateConfig, scalars: Scalars) -> None:
-    dtypes = Scalars(np.int32, np.bool_, np.uint32, np.float32)
+    dtypes = Scalars(np.int32, np.bool_, np.uint32, np.float32, np.int32)
     for name, kind, dtype, value_shape in zip(
         Scalars._fields, listed(scalars), dtypes, VALUE_SHAPES, strict=True
     ):
@@ -105,17 +108,22 @@ def _check_leaf(i: int, buffers: Buffers) -> None:
 
 
 def _aliases(config: UpdateConfig) -> dict[int, int]:
-    """Operand index -> result index: params, mu, nu, nu_max; never a gradient."""
+    """Operand index -> result index: all but gradients and what cannot change."""
     if not config.alias:
         return {}
     n, first = config.num_leaves, config.first_leaf
     kinds = {0: 0} if config.write_params else {}
     kinds |= {kind: kind - 1 for kind in range(2, config.num_operand_kinds)}
-    return {
+    aliases = {
         first + operand_kind * n + i: result_kind * n + i
         for operand_kind, result_kind in kinds.items()
         for i in range(n)
     }
+    if config.count_step:
+        counters = (0, config.num_scalars - 2, config.num_scalars - 1)
+        first_result = config.num_result_kinds * n
+        aliases |= {counter: first_result + i for i, counter in enumerate(counters)}
+    return aliases
 
 
 def _update_native_lowering(platform: str, ctx, *operands, config: UpdateConfig):
@@ -133,6 +141,7 @@ def _update_native_lowering(platform: str, ctx, *operands, config: UpdateConfig)
         ctx,
         *operands,
         amsgrad=np.int64(AMSGRAD_KINDS.index(config.amsgrad)),
+        count_step=np.bool_(config.count_step),
         decays=np.array(config.decays, np.uint8),
         maximize=np.bool_(config.maximize),
         members=np.int64(1 if config.members is None else config.members),
@@ -145,19 +154,19 @@ def _update_native_lowering(platform: str, ctx, *operands, config: UpdateConfig)
 
 
 def _update_in_calls(leaves_per_call: int, *operands, config: UpdateConfig):
-    parts = [
-        unflatten_results(part, update_p.bind(*flatten(part_operands), config=part))
-        for part, part_operands in chunks(
-            config, unflatten(config, operands), leaves_per_call
-        )
-    ]
-    return [leaf for kind in concatenate(parts) for leaf in kind]
+    parts = parts_of(config.num_leaves, leaves_per_call)
+    return flatten_results(
+        call_in_parts(_bind, parts, config, unflatten(config, operands))
+    )
+
+
+def _bind(config: UpdateConfig, operands: Operands) -> Results:
+    return unflatten_results(config, update_p.bind(*flatten(operands), config=config))
 
 
 def _update_reference(*operands, config: UpdateConfig):
     scalars, _, buffers = unflatten(config, operands)
-    results = reference_update(config, scalars, buffers)
-    return [leaf for kind in results for leaf in kind]
+    return flatten_results(reference_update(config, scalars, buffers))
 
 
 @functools.cache
@@ -234,12 +243,11 @@ def fused_update(
     Returns:
       Results in the order of ``buffers``.
     """
-    if config.num_leaves == 0:
-        return Results([], [], [], [])
-    if implementation == "xla":
+    if implementation == "xla" or config.num_leaves == 0:
         return reference_update(config, operands.scalars, operands.buffers)
-    parts = [
-        unflatten_results(part, _update_call(part)(*flatten(part_operands)))
-        for part, part_operands in chunks(config, operands, _LEAVES_PER_EQUATION)
-    ]
-    return concatenate(parts)
+    parts = parts_of(config.num_leaves, _LEAVES_PER_EQUATION)
+    return call_in_parts(_partitioned_call, parts, config, operands)
+
+
+def _partitioned_call(config: UpdateConfig, operands: Operands) -> Results:
+    return unflatten_results(config, _update_call(config)(*flatten(operands)))

@@ -21,6 +21,8 @@ from jax_fused_adamw._operands import (
     UpdateConfig,
 )
 
+_INT32_MAX = 2**31 - 1
+
 
 class _Hyper(NamedTuple):
     """A hyperparameter as an unevaluated sum: float32 value + float32 residual."""
@@ -74,14 +76,31 @@ def reference_update(
             strict=True,
         )
     ]
-    out, mu, nu, new_max = (list(column) for column in zip(*results, strict=True))
-    return Results(out, mu, nu, new_max if config.has_nu_max else [])
+    columns = zip(*results, strict=True) if results else ([],) * 4
+    out, mu, nu, new_max = map(list, columns)
+    counters = _count_step(scalars) if config.count_step else []
+    return Results(out, mu, nu, new_max if config.has_nu_max else [], counters)
+
+
+def _count_step(scalars: Scalars) -> list[jax.Array]:
+    """An applied step moves count; a skipped one moves the two skip counters."""
+    skip = jnp.asarray(scalars.skip_update)
+    skipped, consecutive = scalars.skip_counters
+    return [
+        jnp.where(skip, scalars.count, _next_count(scalars.count)),
+        jnp.where(skip, _next_count(skipped), skipped),
+        jnp.where(skip, _next_count(consecutive), 0),
+    ]
+
+
+def _next_count(count: jax.Array) -> jax.Array:
+    return count + jnp.where(count < _INT32_MAX, 1, 0)
 
 
 def _make_step(config: UpdateConfig, scalars: Scalars) -> _Step:
     hyper = _read_hyper(config, scalars)
     b1, b2 = hyper["b1"], hyper["b2"]
-    t = scalars.step.astype(jnp.float32)
+    t = _next_count(scalars.count).astype(jnp.float32)
     scale = hyper["gradient_scale"].value
     scale = jnp.where((scale > 0) & jnp.isfinite(scale), scale, jnp.nan)
     if config.nesterov:

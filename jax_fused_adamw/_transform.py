@@ -23,15 +23,13 @@ from jax_fused_adamw._hyperparams import (
 from jax_fused_adamw._operands import (
     Buffers,
     Operands,
+    Part,
     Results,
     Scalars,
     UpdateConfig,
-    concatenate,
-    reorder,
+    call_in_parts,
 )
 from jax_fused_adamw._primitives import fused_update
-
-_INT32_MAX = 2**31 - 1
 
 
 class FusedAdamWState(NamedTuple):
@@ -168,13 +166,15 @@ def fused_step(
         state = _init(options, None)
     else:
         _check_state(options, state, params)
-    skip = skip_update_operand(control.skip_update)
-    counted = _count_step(state, skip)
     hyperparams = _hyperparams(options, state.count, control.gradient_scale)
     hyper_bits, traced, traced_values = encode(hyperparams)
-    # The kernel reads the new count, so that XLA can increment it in place; the old
-    # one, read by both, would be copied first. A skipped step reads neither.
-    scalars = Scalars(counted.count, skip, hyper_bits, traced_values)
+    scalars = Scalars(
+        state.count,
+        skip_update_operand(control.skip_update),
+        hyper_bits,
+        traced_values,
+        [state.skipped, state.consecutive],
+    )
     _checks.check_replication(params, grads, state, scalars)
     buffers = _buffers(params, grads, state)
     config = UpdateConfig(
@@ -188,13 +188,18 @@ def fused_step(
         # buffer first.
         alias=options.alias and _any_traced(buffers),
         zero_moments=zero_moments,
+        count_step=True,
     )
     results = _update_in_buckets(options, config, scalars, buffers)
     unflatten = jax.tree.structure(params).unflatten
-    new_state = counted._replace(
+    count, skipped, consecutive = results.counters
+    new_state = state._replace(
+        count=count,
         mu=unflatten(results.mu),
         nu=unflatten(results.nu),
         nu_max=unflatten(results.nu_max) if config.has_nu_max else None,
+        skipped=skipped,
+        consecutive=consecutive,
     )
     return unflatten(results.out), new_state
 
@@ -207,18 +212,15 @@ def _buffers(params: Any, grads: Any, state: FusedAdamWState) -> Buffers:
 def _update_in_buckets(
     options: Options, config: UpdateConfig, scalars: Scalars, buffers: Buffers
 ) -> Results:
-    order, parts = [], []
-    for bucket in make_buckets(buffers.params, buffers.grads, options.bucket_bytes):
-        after = [buffers.grads[i] for i in bucket.after]
-        if parts:
-            after.append(parts[-1].mu[0])
-        part = dataclasses.replace(
-            config.of_leaves(bucket.leaves), num_after=len(after)
-        )
-        operands = Operands(scalars, after, buffers.of_leaves(bucket.leaves))
-        parts.append(fused_update(part, options.implementation, operands))
-        order += bucket.leaves
-    return reorder(concatenate(parts), order)
+    parts = [
+        Part(bucket.leaves, [buffers.grads[i] for i in bucket.after])
+        for bucket in make_buckets(buffers.params, buffers.grads, options.bucket_bytes)
+    ]
+
+    def call(part_config: UpdateConfig, operands: Operands) -> Results:
+        return fused_update(part_config, options.implementation, operands)
+
+    return call_in_parts(call, parts, config, Operands(scalars, [], buffers))
 
 
 def _hyperparams(
@@ -262,25 +264,3 @@ def _check_state(options: Options, state: FusedAdamWState, params: Any) -> None:
 
 def _any_traced(tree: Any) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
-
-
-def _count_step(state: FusedAdamWState, skip: Any) -> FusedAdamWState:
-    """An applied step moves count; a skipped one moves the two skip counters."""
-    if isinstance(skip, jax.Array):
-        skip = skip.astype(jnp.int32)
-        restarted = jnp.where(skip, state.consecutive, 0)
-    else:
-        skip = int(skip)
-        # min(consecutive, 0) is 0; a constant would be copied into a donated buffer.
-        restarted = state.consecutive if skip else jnp.minimum(state.consecutive, 0)
-    return state._replace(
-        count=_saturating_add(state.count, 1 - skip),
-        skipped=_saturating_add(state.skipped, skip),
-        consecutive=_saturating_add(restarted, skip),
-    )
-
-
-def _saturating_add(counter: jax.Array, one_or_zero: Any) -> jax.Array:
-    if isinstance(one_or_zero, int) and one_or_zero == 0:
-        return counter  # as the same object: jit then forwards its buffer
-    return counter + jnp.where(counter < _INT32_MAX, one_or_zero, 0)

@@ -1,6 +1,9 @@
 """The CUDA kernel gives the CPU kernel's bits, over options, dtypes and shapes."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -166,15 +169,63 @@ def test_donated_step_copies_nothing():
     assert count_ops(compiled, "custom-call") == 1
 
 
-def test_same_bits_a_hundred_times():
-    params, grads = jax.device_put(make_leaves(SIZES), GPU)
+A_HUNDRED_RUNS = """
+import hashlib
+import jax
+import numpy as np
+from test_cuda import SIZES, make_leaves
+import jax_fused_adamw as jfa
+
+tx = jfa.fused_adamw(1e-2)
+step = jax.jit(tx.step)
+device = jax.devices({platform!r})[0]
+with jax.default_device(device):
+    params, grads = jax.device_put(make_leaves(SIZES[:-1] + (2_000_001,)), device)
+    digests = set()
+    for run in range(100):
+        after, state = params, tx.init(params)
+        for _ in range(3):
+            after, state = step(grads, state, after)
+        leaves = jax.device_get(jax.tree.leaves((after, state)))
+        digests.add(hashlib.sha256(b"".join(x.tobytes() for x in leaves)).hexdigest())
+print(*digests)
+"""
+
+
+def test_same_digest_a_hundred_times_in_three_processes():
+    def digests(platform):
+        return subprocess.run(
+            [sys.executable, "-c", A_HUNDRED_RUNS.format(platform=platform)],
+            env=os.environ | {"PYTHONPATH": os.path.dirname(__file__)},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.split()
+
+    [expected] = digests("cpu")
+    for _ in range(3):
+        assert digests("cuda") == [expected]
+
+
+def test_counters_of_small_and_large_grids():
+    """A small grid counts the step itself; behind a large one a kernel does."""
     tx = jfa.fused_adamw(1e-2)
-    with jax.default_device(GPU):
-        state = tx.init(params)
-        jitted = jax.jit(tx.step)
-        first = jax.device_get(jitted(grads, state, params))
-        for _ in range(100):
-            assert_same_bits(jax.device_get(jitted(grads, state, params)), first)
+
+    def steps(params, state):
+        for _ in range(50):
+            params, state = tx.step(params, state, params)
+        return params, state
+
+    for size in (3, 512 * 1024, 512 * 1024 + 1):
+        params = jax.device_put(jnp.ones(size), GPU)
+        with jax.default_device(GPU):
+            state = tx.init(params)
+            jitted = jax.jit(steps, donate_argnums=(0, 1))
+            for _ in range(4):
+                params, state = jitted(params, state)
+            params, state = tx.step(params, state, params, skip_update=True)
+        counters = (state.count, state.skipped, state.consecutive)
+        assert counters == (200, 1, 1)
 
 
 def test_numbers_of_the_device_never_reach_the_host():

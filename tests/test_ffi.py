@@ -181,6 +181,7 @@ def test_handler_checks_what_reaches_it():
             jnp.ones(moments),
             leaf,
             amsgrad=np.int64(0),
+            count_step=np.bool_(False),
             decays=np.ones(1, np.uint8),
             maximize=np.bool_(False),
             members=np.int64(members),
@@ -193,7 +194,7 @@ def test_handler_checks_what_reaches_it():
 
     jax.block_until_ready(call())
     for arguments, text in (
-        (dict(count_dtype=jnp.float32), "step"),
+        (dict(count_dtype=jnp.float32), "count"),
         (dict(moments=4), "mu of leaf 0: expected 3 elements, got 4"),
         (dict(traced=(1,) + (0,) * 6), "operands"),
         (dict(traced=(0,) * 6), "traced"),

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from helpers import assert_same_bits, copies

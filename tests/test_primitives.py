@@ -1,5 +1,6 @@
 """The primitive's rules: lowering, batching, compilation."""
 
+import re
 import time
 
 import jax
@@ -230,11 +231,72 @@ def test_the_step_is_pure_and_unused_updates_vanish():
     tx = jfa.fused_adamw(1e-3)
     params = {"w": jnp.ones(4)}
 
-    def count_only(params, state):
-        return tx.update(params, state, params)[1].count
+    def unused(params, state):
+        tx.update(params, state, params)
+        return state.count + 1
 
-    compiled = jax.jit(count_only).lower(params, tx.init(params)).compile()
+    compiled = jax.jit(unused).lower(params, tx.init(params)).compile()
     assert "custom-call" not in compiled.as_text()
+
+
+def test_the_donated_step_is_one_call_and_nothing_else():
+    """Each operation that XLA would add is a launch on a GPU."""
+    tx = jfa.fused_adamw(1e-3, amsgrad=True)
+    params = {"w": jnp.ones((3, 4)), "h": jnp.ones(5, jnp.bfloat16)}
+
+    def step(params, state, grads, skip, scale):
+        return tx.step(grads, state, params, skip_update=skip, gradient_scale=scale)
+
+    arguments = params, tx.init(params), params, jnp.array(False), jnp.float32(2)
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
+    _, _, entry = compiled.as_text().partition("ENTRY ")
+    operations = re.findall(r" = .*? ([\w-]+)\(", entry)
+    operations = [x for x in operations if x not in PLUMBING]
+    assert operations == ["custom-call"]
+
+
+PLUMBING = ("parameter", "constant", "get-tuple-element", "tuple")
+
+
+@pytest.mark.parametrize("implementation", ["ffi", "xla"])
+def test_counters_saturate(implementation):
+    tx = jfa.fused_adamw(1e-3, implementation=implementation)
+    params, last = jnp.ones(3), jnp.int32(2**31 - 1)
+    state = tx.init(params)._replace(count=last, skipped=last, consecutive=last)
+    for skip, consecutive in ((False, 0), (True, 2**31 - 1)):
+        _, new = tx.step(params, state, params, skip_update=skip)
+        counters = (new.count, new.skipped, new.consecutive)
+        assert counters == (2**31 - 1, 2**31 - 1, consecutive)
+
+
+def test_counters_that_all_members_share_stay_shared():
+    """vmap with one count and a learning rate for each member."""
+    params, rates = jnp.ones((3, 4)), jnp.array([0.1, 0.2, 0.3])
+    state = jfa.fused_adamw(0.0).init(params[0])
+
+    def member(param, rate):
+        tx = jfa.fused_adamw(rate)
+        param, new = tx.step(param, state, param)
+        return param, (new.count, new.skipped, new.consecutive)
+
+    both = jax.vmap(member, out_axes=(0, None))(params, rates)
+    assert both[1] == (1, 0, 0)
+    alike = jax.vmap(lambda p: member(p, 0.1), out_axes=(0, None))(params)
+    assert_same_bits(alike[0][0], both[0][0])
+    assert alike[1] == (1, 0, 0)
+
+
+@pytest.mark.parametrize("num_leaves", [1, 64, 65, 257, 600])
+def test_a_step_of_several_calls_counts_once(num_leaves):
+    tx = jfa.fused_adamw(1e-3)
+    params = [jnp.ones(2)] * num_leaves
+    jitted = jax.jit(tx.step)
+    state = tx.init(params)
+    for _ in range(3):
+        _, state = jitted(params, state, params)
+    assert (state.count, state.skipped) == (3, 0)
+    _, state = jitted(params, state, params, skip_update=True)
+    assert (state.count, state.skipped, state.consecutive) == (3, 1, 1)
 
 
 def test_other_platforms_get_plain_jax():

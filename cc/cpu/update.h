@@ -56,7 +56,6 @@ void Update(Pool& pool, std::int64_t num_threads, const InstructionSet& isa,
         first_block[i] + BlocksInLeaf(options.members, n / options.members, kBlockElements);
   }
   const std::int64_t num_blocks = first_block[num_leaves];
-  if (num_blocks == 0) return;
   std::vector<UpdateStep> steps;
   {
     const ScopedDefaultFloatEnv float_env;
@@ -74,6 +73,10 @@ void Update(Pool& pool, std::int64_t num_threads, const InstructionSet& isa,
   std::int64_t num_helpers = num_elements < kParallelElements ? 0 : num_threads - 1;
   if (num_helpers > num_blocks - 1) num_helpers = num_blocks - 1;
   ParallelFor<ScopedDefaultFloatEnv>(pool, num_helpers, num_blocks, update_block);
+  if (!operands.counts_step()) return;
+  for (std::int64_t i = 0; i < operands.num_counts(options.members); ++i) {
+    operands.WriteCounts(i, operands.ReadCounts(i));
+  }
 }
 
 }  // namespace jfa::cpu

@@ -95,6 +95,36 @@ ModuleOrError GetModule(const Driver& driver, CuContext context, const KernelNam
   return loaded;
 }
 
+Kernel GetFunction(const KernelName& name, const std::string& entry_point) {
+  const Driver& driver = GetDriver();
+  Kernel kernel;
+  kernel.error = driver.error;
+  if (!kernel.ok()) return kernel;
+  CuContext context = nullptr;
+  const CuResult current = driver.CtxGetCurrent(&context);
+  if (current != 0) kernel.error = "asking for the CUDA context: " + driver.Describe(current);
+  if (current == 0 && context == nullptr) kernel.error = "no CUDA context is current";
+  if (!kernel.ok()) return kernel;
+  const FunctionKey key{context, name.Group() + entry_point};
+  const std::lock_guard<std::mutex> lock(All().mutex);
+  const auto found = All().functions.find(key);
+  if (found != All().functions.end()) {
+    kernel.function = found->second;
+    return kernel;
+  }
+  const ModuleOrError loaded = GetModule(driver, context, name);
+  kernel.error = loaded.error;
+  if (!kernel.ok()) return kernel;
+  const CuResult result =
+      driver.ModuleGetFunction(&kernel.function, loaded.module, entry_point.c_str());
+  if (result != 0) {
+    kernel.error = "finding " + entry_point + ": " + driver.Describe(result);
+  } else {
+    All().functions[key] = kernel.function;
+  }
+  return kernel;
+}
+
 }  // namespace
 
 Compiler ChooseCompiler(std::string* error) {
@@ -118,37 +148,13 @@ std::string KernelName::Group() const {
 }
 
 std::string KernelName::String() const {
-  return std::string("Update") + (large_table ? "Large" : "Small") + Group();
+  return std::string("Update") + (small_grid ? "Small" : "Large") + Group();
 }
 
-Kernel GetKernel(const KernelName& name) {
-  const Driver& driver = GetDriver();
-  Kernel kernel;
-  kernel.error = driver.error;
-  if (!kernel.ok()) return kernel;
-  CuContext context = nullptr;
-  const CuResult current = driver.CtxGetCurrent(&context);
-  if (current != 0) kernel.error = "asking for the CUDA context: " + driver.Describe(current);
-  if (current == 0 && context == nullptr) kernel.error = "no CUDA context is current";
-  if (!kernel.ok()) return kernel;
-  const FunctionKey key{context, name.String()};
-  const std::lock_guard<std::mutex> lock(All().mutex);
-  const auto found = All().functions.find(key);
-  if (found != All().functions.end()) {
-    kernel.function = found->second;
-    return kernel;
-  }
-  const ModuleOrError loaded = GetModule(driver, context, name);
-  kernel.error = loaded.error;
-  if (!kernel.ok()) return kernel;
-  const CuResult result =
-      driver.ModuleGetFunction(&kernel.function, loaded.module, key.second.c_str());
-  if (result != 0) {
-    kernel.error = "finding " + key.second + ": " + driver.Describe(result);
-  } else {
-    All().functions[key] = kernel.function;
-  }
-  return kernel;
+Kernel GetKernel(const KernelName& name) { return GetFunction(name, name.String()); }
+
+Kernel GetCountStepKernel(const KernelName& same_module) {
+  return GetFunction(same_module, "CountStep");
 }
 
 }  // namespace jfa::cuda

@@ -19,7 +19,7 @@ Compiler ChooseCompiler(std::string* error);
 
 // One entry point of update_kernel.cu.
 struct KernelName {
-  bool large_table;
+  bool small_grid;
   LeafClass leaf_class;
   Amsgrad amsgrad;
   bool nesterov;
@@ -39,6 +39,9 @@ struct Kernel {
 // For the calling thread's current context. The first call may compile and load: not while a
 // stream is being captured. Later ones only look up.
 Kernel GetKernel(const KernelName& name);
+
+// The kernel that only counts the step, from the module of another one.
+Kernel GetCountStepKernel(const KernelName& same_module);
 
 }  // namespace jfa::cuda
 

@@ -45,6 +45,7 @@ struct LeafFlags {
 struct LaunchOptions {
   int num_leaves;
   int num_buffers;  // of one leaf
+  int arrivals;     // index of the launch's arrival counter; negative if it does not count the step
   bool has_nu_max;
   bool maximize;
   bool write_params;

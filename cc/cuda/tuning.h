@@ -15,10 +15,17 @@ constexpr int kVector = 4;
 constexpr int kChunk = kThreads * kVector;
 
 // 64-bit words of the two leaf tables. A kernel's parameters may be 32,764 bytes since CUDA 12.1
-// (sm_70 and newer). The small table, 38 to 72 leaves, stays inside 4 KB; on an H200 it was no
-// faster than the large one (16 leaves, 4.4 us both), but a launch copies an eighth of the bytes.
+// (sm_70 and newer). The small table, 38 to 72 leaves, stays inside 4 KB.
 constexpr int kSmallTableWords = 400;
 constexpr int kLargeTableWords = 4000;
+
+// A launch of at most this many blocks that fits the small table is bound by latency: its kernel
+// counts the step too, which costs each block an atomic addition and saves a launch.
+constexpr int kSmallGridBlocks = 1024;
+
+// Arrival counters, one for each `count` array ever seen. When they run out, launches are counted
+// by a kernel of its own.
+constexpr int kNumArrivals = 1 << 16;
 
 }  // namespace jfa::cuda
 

@@ -2,6 +2,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
+#include <unordered_map>
 
 #include "core/chunks.h"
 #include "cuda/kernels.h"
@@ -26,8 +28,8 @@ struct Plan {
     return 2 + (options.zero_moments ? 0 : moments) + (out_apart ? 1 : 0) +
            (moments_apart ? moments : 0);
   }
-  KernelName Kernel(bool large_table) const {
-    return {large_table, leaf_class, options.amsgrad, options.nesterov};
+  KernelName Kernel(bool small_grid) const {
+    return {small_grid, leaf_class, options.amsgrad, options.nesterov};
   }
 };
 
@@ -127,14 +129,22 @@ unsigned FillTable(const Leaves& leaves, const Plan& plan, std::size_t* next,
   return static_cast<unsigned>(blocks);
 }
 
+std::string Launch(CuStream stream, const Kernel& kernel, unsigned blocks, void** parameters) {
+  const Driver& driver = GetDriver();
+  const CuResult result = driver.LaunchKernel(kernel.function, blocks, 1, 1, kThreads, 1, 1, 0,
+                                              stream, parameters, nullptr);
+  return result == 0 ? "" : "launching the update: " + driver.Describe(result);
+}
+
 // Launches one table of leaves from *next on.
 template <int kWords>
 std::string LaunchTable(CuStream stream, const StepOperands& operands, const Leaves& leaves,
-                        const Plan& plan, std::size_t* next) {
-  const Kernel kernel = GetKernel(plan.Kernel(kWords == kLargeTableWords));
+                        const Plan& plan, int arrivals, std::size_t* next) {
+  const Kernel kernel = GetKernel(plan.Kernel(kWords == kSmallTableWords));
   if (!kernel.ok()) return kernel.error;
   auto args = std::make_unique<UpdateArguments<kWords>>();
   args->step = operands;
+  args->options.arrivals = arrivals;
   args->options.has_nu_max = plan.has_nu_max();
   args->options.maximize = plan.options.maximize;
   args->options.write_params = plan.options.write_params;
@@ -148,39 +158,69 @@ std::string LaunchTable(CuStream stream, const StepOperands& operands, const Lea
     return *next < leaves.size() ? "a leaf has more blocks than one launch can number" : "";
   }
   void* parameters[] = {args.get()};
-  const Driver& driver = GetDriver();
-  const CuResult result = driver.LaunchKernel(kernel.function, blocks, 1, 1, kThreads, 1, 1, 0,
-                                              stream, parameters, nullptr);
-  return result == 0 ? "" : "launching the update: " + driver.Describe(result);
+  return Launch(stream, kernel, blocks, parameters);
 }
 
-bool FitsSmallTable(const Leaves& leaves, const Plan& plan) {
+std::string LaunchCountStep(CuStream stream, const StepOperands& operands, const Plan& plan) {
+  const Kernel kernel = GetCountStepKernel(plan.Kernel(false));
+  if (!kernel.ok()) return kernel.error;
+  StepOperands step = operands;
+  long long num_counts = operands.num_counts(plan.options.members);
+  void* parameters[] = {&step, &num_counts};
+  const long long blocks = CeilDivide(num_counts, kThreads);
+  return Launch(stream, kernel, static_cast<unsigned>(blocks), parameters);
+}
+
+bool IsSmallGrid(const Leaves& leaves, const Plan& plan) {
   const int capacity = UpdateArguments<kSmallTableWords>::Capacity(plan.num_buffers());
-  return leaves.size() <= static_cast<std::size_t>(capacity);
+  if (leaves.size() > static_cast<std::size_t>(capacity)) return false;
+  const long long members = plan.options.members;
+  long long blocks = 0;
+  for (const LeafOperands& leaf : leaves) {
+    blocks += BlocksInLeaf(members, leaf.num_elements / members, kChunk);
+  }
+  return 0 < blocks && blocks <= kSmallGridBlocks;
+}
+
+// The arrival counter for launches that write these counters, or -1 when all are taken. Two such
+// launches cannot run at the same time, since they write the same memory; any two others have
+// different ones.
+int ArrivalsOf(const int* new_count) {
+  static std::mutex mutex;
+  static auto* indices = new std::unordered_map<const int*, int>();
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = indices->find(new_count);
+  if (found != indices->end()) return found->second;
+  const int index = static_cast<int>(indices->size());
+  if (index == kNumArrivals) return -1;
+  indices->emplace(new_count, index);
+  return index;
 }
 
 }  // namespace
 
 std::string PrepareUpdate(const Leaves& leaves, const UpdateOptions& options) {
   const Plan plan = MakePlan(leaves, options);
-  for (const bool large_table : {false, true}) {
-    const Kernel kernel = GetKernel(plan.Kernel(large_table));
+  for (const bool small_grid : {false, true}) {
+    const Kernel kernel = GetKernel(plan.Kernel(small_grid));
     if (!kernel.ok()) return kernel.error;
   }
-  return "";
+  return GetCountStepKernel(plan.Kernel(false)).error;
 }
 
 std::string Update(CuStream stream, const StepOperands& operands, const Leaves& leaves,
                    const UpdateOptions& options) {
   const Plan plan = MakePlan(leaves, options);
-  const bool small = FitsSmallTable(leaves, plan);
-  for (std::size_t next = 0; next < leaves.size();) {
-    const std::string error =
-        small ? LaunchTable<kSmallTableWords>(stream, operands, leaves, plan, &next)
-              : LaunchTable<kLargeTableWords>(stream, operands, leaves, plan, &next);
-    if (!error.empty()) return error;
+  const bool small = IsSmallGrid(leaves, plan);
+  const bool counts_itself = small && operands.counts_step() && !operands.count.per_member;
+  const int arrivals = counts_itself ? ArrivalsOf(operands.new_counts.count) : -1;
+  std::string error;
+  for (std::size_t next = 0; next < leaves.size() && error.empty();) {
+    error = small ? LaunchTable<kSmallTableWords>(stream, operands, leaves, plan, arrivals, &next)
+                  : LaunchTable<kLargeTableWords>(stream, operands, leaves, plan, -1, &next);
   }
-  return "";
+  if (!error.empty() || !operands.counts_step() || arrivals >= 0) return error;
+  return LaunchCountStep(stream, operands, plan);
 }
 
 }  // namespace jfa::cuda

@@ -3,6 +3,10 @@
 //
 // A block takes one chunk of one leaf: find the leaf, decide on skipping, issue the loads, compute
 // the step's scalars while they are under way, update, store.
+//
+// A small grid is bound by latency. There a block reads the scalars first of all, and the block
+// that is last to have read the counters moves them on. A large one is bound by bandwidth, where
+// reading first was slower; a kernel of its own counts after it.
 #include "core/adamw.h"
 #include "core/chunks.h"
 #include "cuda/io.cuh"
@@ -11,6 +15,10 @@
 
 namespace jfa::cuda {
 namespace {
+
+// How many blocks of a launch have read the counters, by LaunchOptions::arrivals. Zero between
+// launches; launches that could run at the same time have counters of their own.
+__device__ Word32 arrivals[kNumArrivals];
 
 // The outputs' places in a leaf's row of the table; an output that is its input shares its place.
 struct OutputSlots {
@@ -110,6 +118,56 @@ __device__ __forceinline__ ChunkPlace LocateChunk(const Arguments& args) {
   return place;
 }
 
+// What a lane reads that works out one hyperparameter.
+struct HyperInput {
+  double value;
+  int count;
+};
+
+template <typename Arguments>
+__device__ __forceinline__ HyperInput ReadHyperInput(const Arguments& args, long long member) {
+  if (threadIdx.x >= kNumHyper) return {};
+  return {args.step.Read(static_cast<int>(threadIdx.x), member), args.step.count.Read(member)};
+}
+
+// The same in a small grid: here and not where the compiler would move it, and the count by one
+// thread of the block, the one that then arrives.
+template <typename Arguments>
+__device__ __forceinline__ HyperInput ReadHyperInputFirst(const Arguments& args, long long member) {
+  HyperInput input{};
+  if (threadIdx.x == 0) input.count = args.step.count.Read(member);
+  if (threadIdx.x < kNumHyper) {
+    input.value = args.step.Read(static_cast<int>(threadIdx.x), member);
+  }
+  asm volatile("" : "+d"(input.value), "+r"(input.count));
+  return input;
+}
+
+// A block's arrival: the sum before it, and the counters as all blocks read them.
+struct Arrival {
+  Word32 before;
+  Word32 weight;
+  StepCounts counts;
+};
+
+// The block has read the counters. The weight, the same for all blocks, depends on the count that
+// was read, so that the addition cannot come before it.
+template <typename Arguments>
+__device__ __forceinline__ Arrival Arrive(const Arguments& args, int count) {
+  if (threadIdx.x != 0 || args.options.arrivals < 0) return {};
+  const Word32 weight = count == -1 ? 2 : 1;
+  const Word32 before = atomicAdd(&arrivals[args.options.arrivals], weight);
+  return {before, weight, args.step.ReadCounts(0)};
+}
+
+template <typename Arguments>
+__device__ __forceinline__ void CountStepIfLast(const Arguments& args, const Arrival& arrival) {
+  if (threadIdx.x != 0 || args.options.arrivals < 0) return;
+  if (arrival.before != (gridDim.x - 1) * arrival.weight) return;
+  args.step.WriteCounts(0, arrival.counts);
+  arrivals[args.options.arrivals] = 0;
+}
+
 // The dtypes of a leaf, known to the compiler or not.
 template <DType kParam, DType kGrad>
 struct FixedDTypes {
@@ -121,11 +179,13 @@ struct AnyDTypes {
   DType grad;
 };
 
-template <Amsgrad kAmsgrad, bool kNesterov, bool kZeroMoments, typename DTypes, typename Arguments>
+template <typename Kernel, typename DTypes, typename Arguments>
 __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPlace& place,
-                                            DTypes dtypes) {
+                                            HyperInput hyper, DTypes dtypes) {
   constexpr DType kMoment = DType::kFloat32;
-  constexpr bool kHasMax = kAmsgrad != Amsgrad::kOff;
+  constexpr bool kNesterov = Kernel::kNesterov;
+  constexpr bool kHasMax = Kernel::kAmsgrad != Amsgrad::kOff;
+  constexpr bool kZeroMoments = Kernel::kZeroMoments;
   const int leaf = place.leaf;
   const Span& span = place.span;
   const RawVector raw_param = LoadRaw(dtypes.param, args.buffer(leaf, 0), span);
@@ -139,15 +199,22 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
     if (kHasMax) raw_max = LoadRaw(kMoment, args.buffer(leaf, 4), span);
   }
 
+  Arrival arrival{};
+  if (Kernel::kSmallGrid) {
+    arrival = Arrive(args, hyper.count);
+    hyper.count = __shfl_sync(0xffffffffu, hyper.count, 0);
+  } else {
+    hyper = ReadHyperInput(args, place.member);
+  }
   __shared__ __align__(16) HyperTerms terms;
   if (threadIdx.x < kNumHyper) {
-    args.step.template SetTerms<kNesterov>(static_cast<int>(threadIdx.x), place.member,
-                                           args.options.maximize, &terms);
+    StepOperands::SetTermsOf<kNesterov>(static_cast<int>(threadIdx.x), hyper.value, hyper.count,
+                                        args.options.maximize, &terms);
   }
   __syncthreads();
   const AdamWScalars scalars = MakeScalars<kNesterov>(terms);
 
-  const VectorUpdate next = UpdateVector<kAmsgrad, kNesterov>(
+  const VectorUpdate next = UpdateVector<Kernel::kAmsgrad, kNesterov>(
       scalars, MakeUnscale(terms), place.flags.decays ? scalars.weight_decay : 0.0f,
       args.options.write_params, ToFloat(dtypes.param, raw_param), ToFloat(dtypes.grad, raw_grad),
       ToFloat(kMoment, raw_mu), ToFloat(kMoment, raw_nu), ToFloat(kMoment, raw_max));
@@ -159,43 +226,66 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
   if (kHasMax) {
     StoreRaw(kMoment, args.buffer(leaf, slots.nu_max), span, FromFloat(kMoment, next.nu_max));
   }
+  if (Kernel::kSmallGrid) CountStepIfLast(args, arrival);
 }
 
 // With float32 parameters the code has a body for float32 and one for bfloat16 gradients: it then
 // needs 48 registers instead of 56, and bfloat16 gradients are 8 % faster. A switch over all nine
 // pairs, compiled to an indirect jump, was 20 % slower. A run-time choice of zero moments cost
 // 1-2.5 % (all on an H200, 2026-11-29).
-template <Amsgrad kAmsgrad, bool kNesterov, LeafClass kClass, typename Arguments>
+template <typename Kernel, typename Arguments>
 __device__ __forceinline__ void UpdateOneChunk(const Arguments& args) {
   const ChunkPlace place = LocateChunk(args);
+  HyperInput hyper{};
+  if (Kernel::kSmallGrid) hyper = ReadHyperInputFirst(args, place.member);
   if (args.step.skip_update.Read(place.member)) {
-    return SkipChunk(args, place.leaf, place.flags, place.span);
+    SkipChunk(args, place.leaf, place.flags, place.span);
+    if (Kernel::kSmallGrid) CountStepIfLast(args, Arrive(args, hyper.count));
+    return;
   }
   constexpr DType kF32 = DType::kFloat32;
-  constexpr bool kZeroMoments = kClass == LeafClass::kFirstStep;
   const DType grad = place.flags.grad_dtype;
-  if (kClass != LeafClass::kFloat32) {
-    UpdateChunk<kAmsgrad, kNesterov, kZeroMoments>(args, place,
-                                                   AnyDTypes{place.flags.param_dtype, grad});
+  if (Kernel::kClass != LeafClass::kFloat32) {
+    UpdateChunk<Kernel>(args, place, hyper, AnyDTypes{place.flags.param_dtype, grad});
   } else if (grad == kF32) {
-    UpdateChunk<kAmsgrad, kNesterov, false>(args, place, FixedDTypes<kF32, kF32>{});
+    UpdateChunk<Kernel>(args, place, hyper, FixedDTypes<kF32, kF32>{});
   } else {
-    UpdateChunk<kAmsgrad, kNesterov, false>(args, place, FixedDTypes<kF32, DType::kBfloat16>{});
+    UpdateChunk<Kernel>(args, place, hyper, FixedDTypes<kF32, DType::kBfloat16>{});
   }
 }
 
+// What a kernel is compiled for.
+template <bool kSmall, LeafClass kLeafClass, Amsgrad kAmsgradKind, bool kNesterovMomentum>
+struct Instance {
+  static constexpr bool kSmallGrid = kSmall;
+  static constexpr LeafClass kClass = kLeafClass;
+  static constexpr bool kZeroMoments = kLeafClass == LeafClass::kFirstStep;
+  static constexpr Amsgrad kAmsgrad = kAmsgradKind;
+  static constexpr bool kNesterov = kNesterovMomentum;
+};
+
 }  // namespace
 
-// The entry points: one for each table size, LeafClass and rule. A compilation at run time is for
+// Counts the step alone: behind a large grid, for the members of a vmap, for a tree that is empty
+// here.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    CountStep(const __grid_constant__ StepOperands step, long long num_counts) {
+  const long long i = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i < num_counts) step.WriteCounts(i, step.ReadCounts(i));
+}
+
+// The entry points: one for each grid size, LeafClass and rule. A compilation at run time is for
 // one rule, JFA_ONLY_RULE (2 * amsgrad + nesterov), and one class, JFA_ONLY_CLASS.
-#define JFA_UPDATE_KERNEL(NAME, WORDS, AMSGRAD, NESTEROV, CLASS)  \
-  extern "C" __global__ void __launch_bounds__(kThreads)          \
-      NAME(const __grid_constant__ UpdateArguments<WORDS> args) { \
-    UpdateOneChunk<AMSGRAD, NESTEROV, LeafClass::CLASS>(args);    \
+#define JFA_UPDATE_KERNEL(NAME, WORDS, SMALL, CLASS, AMSGRAD, NESTEROV)            \
+  extern "C" __global__ void __launch_bounds__(kThreads)                           \
+      NAME(const __grid_constant__ UpdateArguments<WORDS> args) {                  \
+    UpdateOneChunk<Instance<SMALL, LeafClass::k##CLASS, AMSGRAD, NESTEROV>>(args); \
   }
-#define JFA_CLASS_KERNELS(CLASS, RULE, AMSGRAD, NESTEROV)                                          \
-  JFA_UPDATE_KERNEL(UpdateSmall##CLASS##Rule##RULE, kSmallTableWords, AMSGRAD, NESTEROV, k##CLASS) \
-  JFA_UPDATE_KERNEL(UpdateLarge##CLASS##Rule##RULE, kLargeTableWords, AMSGRAD, NESTEROV, k##CLASS)
+#define JFA_CLASS_KERNELS(CLASS, RULE, AMSGRAD, NESTEROV)                                    \
+  JFA_UPDATE_KERNEL(UpdateSmall##CLASS##Rule##RULE, kSmallTableWords, true, CLASS, AMSGRAD,  \
+                    NESTEROV)                                                                \
+  JFA_UPDATE_KERNEL(UpdateLarge##CLASS##Rule##RULE, kLargeTableWords, false, CLASS, AMSGRAD, \
+                    NESTEROV)
 
 #if !defined(JFA_ONLY_CLASS)
 #define JFA_UPDATE_KERNELS(...)            \

@@ -51,6 +51,15 @@ class Decoder {
     return {static_cast<const T*>(buffer.untyped_data()), per_member};
   }
 
+  int* CountResult(std::size_t index, bool per_member) {
+    const ffi::AnyBuffer buffer = Result(index);
+    if (buffer.element_type() != ffi::S32 ||
+        static_cast<std::int64_t>(buffer.element_count()) != (per_member ? members_ : 1)) {
+      Fail("new counters: expected as many as there are");
+    }
+    return static_cast<int*>(buffer.untyped_data());
+  }
+
   DType LeafDType(const ffi::AnyBuffer& buffer, const char* kind, std::size_t leaf) {
     switch (buffer.element_type()) {
       case ffi::F32:
@@ -99,46 +108,67 @@ class Decoder {
   ffi::Error error_ = ffi::Error::Success();
 };
 
-StepOperands DecodeStep(Decoder& decoder, ffi::Span<const std::uint8_t> traced) {
-  StepOperands step;
-  std::size_t next = 0;
-  step.step = decoder.Scalar<int>(next++, ffi::S32, "step");
-  step.skip_update = decoder.Scalar<unsigned char>(next++, ffi::PRED, "skip_update");
-  const ScalarOperand<Word32> bits =
-      decoder.Scalar<Word32>(next++, ffi::U32, "hyper_bits", 2, 2 * kNumHyper);
-  step.hyper_bits = bits.data;
-  step.hyper_bits_per_member = bits.per_member;
-  for (int i = 0; i < kNumHyper; ++i) {
-    if (traced[i]) step.traced[i] = decoder.Scalar<float>(next++, ffi::F32, "hyperparameter");
-  }
-  return step;
-}
-
 struct Attributes {
   UpdateOptions options;
   std::int64_t num_after;
+  bool count_step;
   ffi::Span<const std::uint8_t> decays;
   ffi::Span<const std::uint8_t> traced;
 };
 
-// Where the leaves lie among arguments and results.
+// Where scalars and leaves lie among arguments and results.
 struct Frame {
   std::size_t num_leaves;
+  std::size_t num_counts;      // skipped, consecutive: 2 or 0
   std::size_t first_leaf;      // index of the first parameter
   std::size_t argument_kinds;  // params, grads [, mu, nu [, nu_max]]
   std::size_t result_kinds;    // out, mu, nu [, nu_max]
 
   explicit Frame(const Attributes& attributes)
       : num_leaves(attributes.decays.size()),
-        first_leaf(3 + static_cast<std::size_t>(attributes.num_after)) {
+        num_counts(attributes.count_step ? 2 : 0),
+        first_leaf(3 + num_counts + static_cast<std::size_t>(attributes.num_after)) {
     const bool has_nu_max = attributes.options.amsgrad != Amsgrad::kOff;
     for (const std::uint8_t is_traced : attributes.traced) first_leaf += is_traced != 0;
     argument_kinds = attributes.options.zero_moments ? 2 : has_nu_max ? 5 : 4;
     result_kinds = has_nu_max ? 4 : 3;
   }
   std::size_t num_arguments() const { return first_leaf + num_leaves * argument_kinds; }
-  std::size_t num_results() const { return num_leaves * result_kinds; }
+  std::size_t first_count_result() const { return num_leaves * result_kinds; }
+  std::size_t num_results() const { return first_count_result() + (num_counts > 0 ? 3 : 0); }
 };
+
+void DecodeCounts(Decoder& decoder, const Frame& frame, std::size_t next, StepOperands* step) {
+  step->skipped = decoder.Scalar<int>(next++, ffi::S32, "skipped");
+  step->consecutive = decoder.Scalar<int>(next++, ffi::S32, "consecutive");
+  const bool per_member = step->count.per_member;
+  if (step->skipped.per_member != per_member || step->consecutive.per_member != per_member ||
+      (step->skip_update.per_member && !per_member)) {
+    decoder.Fail("counters: expected all or none for each member");
+  }
+  int** const results[] = {&step->new_counts.count, &step->new_counts.skipped,
+                           &step->new_counts.consecutive};
+  for (std::size_t i = 0; i < 3; ++i) {
+    *results[i] = decoder.CountResult(frame.first_count_result() + i, per_member);
+  }
+}
+
+StepOperands DecodeStep(Decoder& decoder, const Frame& frame, const Attributes& attributes) {
+  StepOperands step;
+  std::size_t next = 0;
+  step.count = decoder.Scalar<int>(next++, ffi::S32, "count");
+  step.skip_update = decoder.Scalar<unsigned char>(next++, ffi::PRED, "skip_update");
+  const ScalarOperand<Word32> bits =
+      decoder.Scalar<Word32>(next++, ffi::U32, "hyper_bits", 2, 2 * kNumHyper);
+  step.hyper_bits = bits.data;
+  step.hyper_bits_per_member = bits.per_member;
+  for (int i = 0; i < kNumHyper; ++i) {
+    if (!attributes.traced[i]) continue;
+    step.traced[i] = decoder.Scalar<float>(next++, ffi::F32, "hyperparameter");
+  }
+  if (frame.num_counts > 0) DecodeCounts(decoder, frame, next, &step);
+  return step;
+}
 
 LeafOperands DecodeLeaf(Decoder& decoder, const Frame& frame, std::size_t leaf) {
   const std::size_t num_leaves = frame.num_leaves;
@@ -191,6 +221,7 @@ ffi::ErrorOr<Attributes> DecodeAttributes(const ffi::Dictionary& dictionary) {
                         Get<bool>(dictionary, "write_params", &options.write_params) &&
                         Get<std::int64_t>(dictionary, "members", &options.members) &&
                         Get<std::int64_t>(dictionary, "num_after", &attributes.num_after) &&
+                        Get<bool>(dictionary, "count_step", &attributes.count_step) &&
                         Get<bool>(dictionary, "zero_moments", &options.zero_moments) &&
                         Get<Flags>(dictionary, "decays", &attributes.decays) &&
                         Get<Flags>(dictionary, "traced", &attributes.traced);
@@ -225,7 +256,7 @@ ffi::ErrorOr<UpdateOperands> DecodeUpdate(ffi::RemainingArgs args, ffi::Remainin
   Decoder decoder(args, rets, members);
   UpdateOperands operands;
   operands.options = attributes.options;
-  operands.step = DecodeStep(decoder, attributes.traced);
+  operands.step = DecodeStep(decoder, frame, attributes);
   operands.leaves.reserve(frame.num_leaves);
   for (std::size_t leaf = 0; leaf < frame.num_leaves && decoder.ok(); ++leaf) {
     operands.leaves.push_back(DecodeLeaf(decoder, frame, leaf));

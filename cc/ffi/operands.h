@@ -1,11 +1,13 @@
 // Decodes and checks the buffers of one update call, alike for every platform. Reads shapes and
 // dtypes only, never contents: on a GPU the pointers are device memory.
 //
-//   arguments  step, skip_update, hyper_bits, traced... (core/scalars.h), then num_after arrays
-//              that the call waits for and does not read, then
+//   arguments  count, skip_update, hyper_bits, traced... [, skipped, consecutive] (core/scalars.h),
+//              then num_after arrays that the call waits for and does not read, then
 //              params..., grads... [, mu..., nu... [, nu_max...]]
 //   results    params... (write_params) or updates..., mu..., nu... [, nu_max...]
+//              [, count, skipped, consecutive]
 //   attributes amsgrad, members, num_after i64, nesterov, maximize, write_params bool,
+//              count_step bool: the counters are arguments and results,
 //              zero_moments bool: mu, nu, nu_max are zero and no arguments,
 //              decays u8[leaves]: does weight decay apply,
 //              traced u8[7]: is the hyperparameter an operand of its own

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
-#include <cstring>
 #include <map>
 #include <string>
 #include <vector>
@@ -44,6 +43,9 @@ inline void Fill(void* array, DType dtype, std::size_t n, unsigned seed, bool po
 // give the bits of kFilled.
 enum class ZeroMoments { kNo, kFilled, kNull };
 
+// Whether a call counts the step, and whether each member has counters and a skip of its own.
+enum class Counting { kNone, kShared, kPerMember };
+
 struct Case {
   std::size_t n;
   std::size_t offset;  // elements
@@ -56,6 +58,8 @@ struct Case {
   bool in_place;  // an output takes the buffer of its input, if there is one
   std::int64_t members;
   ZeroMoments zero_moments;
+  Counting counting = Counting::kShared;
+  StepCounts counts = {2, 7, 4};  // before the call, of the first member
 
   std::string Name(const char* kernel) const {
     return std::string(kernel) + " n=" + std::to_string(n) + " offset=" + std::to_string(offset) +
@@ -65,11 +69,14 @@ struct Case {
            " nesterov=" + std::to_string(nesterov) +
            " write_params=" + std::to_string(write_params) + " skip=" + std::to_string(skip) +
            " in_place=" + std::to_string(in_place) + " members=" + std::to_string(members) +
-           " zero_moments=" + std::to_string(static_cast<int>(zero_moments));
+           " zero_moments=" + std::to_string(static_cast<int>(zero_moments)) +
+           " counting=" + std::to_string(static_cast<int>(counting)) +
+           " count=" + std::to_string(counts.count);
   }
 
   bool has_nu_max() const { return amsgrad != Amsgrad::kOff; }
   bool null_moments() const { return zero_moments == ZeroMoments::kNull; }
+  std::int64_t num_counts() const { return counting == Counting::kPerMember ? members : 1; }
   std::size_t total() const { return n * static_cast<std::size_t>(members); }
 
   UpdateOptions Options() const {
@@ -85,6 +92,12 @@ struct Case {
     return plain;
   }
 };
+
+// Aligned, float32, parameters written in place.
+inline Case CommonCase(std::size_t n) {
+  return {n,    0, DType::kFloat32, DType::kFloat32, Amsgrad::kOff, false, true, false,
+          true, 1, ZeroMoments::kNo};
+}
 
 // The arrays that a leaf may have, inputs first.
 enum Array { kParam, kGrad, kMu, kNu, kNuMax, kOut, kMuOut, kNuOut, kNuMaxOut, kNumArrays };
@@ -225,25 +238,131 @@ class LeafArrays {
   std::map<int, Buffer> buffers_;
 };
 
-// The step's scalars in host memory: nesterov's and maximize's settings are the caller's.
-struct HostScalars {
-  explicit HostScalars(bool skipped) : skip(skipped) {
+inline int SaturatingSum(int a, std::int64_t b) {
+  return static_cast<int>(std::min<std::int64_t>(a + b, 0x7fffffff));
+}
+
+// The step's scalars, in Buffers of the host or a device. The counters share one: the old ones,
+// then the new ones unless they take the place of the old, a canary on each side of each array.
+template <typename Buffer>
+class StepScalars {
+ public:
+  explicit StepScalars(const Case& c)
+      : case_(c),
+        image_(static_cast<std::size_t>(Place(2 * kNumCounters, 0)), kCanaryInt),
+        counters_(image_.size() * sizeof(int), 0),
+        skip_(static_cast<std::size_t>(c.num_counts()), 0),
+        hyper_bits_(kNumHyper * sizeof(double), 0) {
+    std::vector<unsigned char> skip;
+    for (std::int64_t i = 0; i < c.num_counts(); ++i) {
+      SetCounters(&image_, 0, i, OldCounts(i));
+      skip.push_back(Skips(i));
+    }
+    counters_.Write(BytesOf(image_.data(), image_.size()));
+    skip_.Write(skip);
     const double hyper[kNumHyper] = {1e-2, 0.9, 0.99, 1e-6, 1e-9, 0.1, 3.0};
-    std::memcpy(hyper_bits, hyper, sizeof(hyper_bits));
+    hyper_bits_.Write(BytesOf(hyper, kNumHyper));
   }
 
   StepOperands Operands() const {
+    const bool per_member = case_.counting == Counting::kPerMember;
+    int* const counters = counters_.template As<int>();
     StepOperands operands;
-    operands.step = {&step, false};
-    operands.skip_update = {&skip, false};
-    operands.hyper_bits = hyper_bits;
+    operands.count = {counters + Place(0, 0), per_member};
+    operands.skip_update = {skip_.template As<unsigned char>(), per_member};
+    operands.hyper_bits = hyper_bits_.template As<Word32>();
+    if (case_.counting == Counting::kNone) return operands;
+    operands.skipped = {counters + Place(1, 0), per_member};
+    operands.consecutive = {counters + Place(2, 0), per_member};
+    operands.new_counts = {counters + Place(FirstNew(), 0), counters + Place(FirstNew() + 1, 0),
+                           counters + Place(FirstNew() + 2, 0)};
     return operands;
   }
 
-  int step = 3;
-  unsigned char skip;
-  Word32 hyper_bits[2 * kNumHyper];
+  // After `steps` calls; more than one only in place.
+  void CheckCounters(const char* kernel, int steps = 1) const {
+    std::vector<int> expected = image_;
+    if (case_.counting != Counting::kNone) {
+      for (std::int64_t i = 0; i < case_.num_counts(); ++i) {
+        SetCounters(&expected, FirstNew(), i, ExpectedCounts(i, steps));
+      }
+    }
+    Check(counters_.Read() == BytesOf(expected.data(), expected.size()),
+          "counters, " + case_.Name(kernel));
+    Check(counters_.Intact(), "canary of the counters, " + case_.Name(kernel));
+  }
+
+ private:
+  static constexpr int kNumCounters = 3;
+  static constexpr int kCanaryInt = static_cast<int>(kCanary * 0x01010101u);
+
+  template <typename T>
+  static std::vector<unsigned char> BytesOf(const T* values, std::size_t n) {
+    const auto* bytes = reinterpret_cast<const unsigned char*>(values);
+    return {bytes, bytes + n * sizeof(T)};
+  }
+
+  // Where a member's value of a counter lies.
+  std::int64_t Place(int counter, std::int64_t member) const {
+    return 1 + counter * (case_.num_counts() + 1) + member;
+  }
+  int FirstNew() const { return case_.in_place ? 0 : kNumCounters; }
+
+  void SetCounters(std::vector<int>* image, int first, std::int64_t member,
+                   StepCounts counts) const {
+    int* const place = image->data() + Place(first, member);
+    const std::int64_t stride = case_.num_counts() + 1;
+    place[0] = counts.count;
+    place[stride] = counts.skipped;
+    place[2 * stride] = counts.consecutive;
+  }
+
+  // Members differ: in their counts, and each skips if its neighbours do not.
+  StepCounts OldCounts(std::int64_t member) const {
+    return {SaturatingSum(case_.counts.count, member), SaturatingSum(case_.counts.skipped, member),
+            SaturatingSum(case_.counts.consecutive, member)};
+  }
+  bool Skips(std::int64_t member) const { return case_.skip != (member % 2 == 1); }
+
+  // Not by CountStep, which is what is tested.
+  StepCounts ExpectedCounts(std::int64_t member, int steps) const {
+    const StepCounts old = OldCounts(member);
+    if (!Skips(member)) return {SaturatingSum(old.count, steps), old.skipped, 0};
+    return {old.count, SaturatingSum(old.skipped, steps), SaturatingSum(old.consecutive, steps)};
+  }
+
+  Case case_;
+  std::vector<int> image_;  // the counters before the call
+  Buffer counters_;
+  Buffer skip_;
+  Buffer hyper_bits_;
 };
+
+// Calls that count and that do not, with elements and without, up to where the counters saturate.
+inline std::vector<Case> CounterCases() {
+  constexpr int kMost = 0x7fffffff;
+  std::vector<Case> cases;
+  for (const std::size_t n : {0, 1500}) {
+    for (const bool skip : {false, true}) {
+      for (const bool in_place : {false, true}) {
+        Case c = CommonCase(n);
+        c.skip = skip;
+        c.in_place = in_place;
+        c.members = 3;
+        for (const Counting counting : {Counting::kNone, Counting::kShared, Counting::kPerMember}) {
+          c.counting = counting;
+          cases.push_back(c);
+        }
+        c.counts = {kMost - 1, kMost - 1, kMost - 1};
+        cases.push_back(c);
+        c.counting = Counting::kShared;
+        c.counts = {kMost, kMost, kMost};
+        cases.push_back(c);
+      }
+    }
+  }
+  return cases;
+}
 
 }  // namespace jfa::tests
 

@@ -29,6 +29,7 @@ struct Memory {
   int (*DevicePrimaryCtxRetain)(CuContext*, CuDevice);
   int (*CtxSetCurrent)(CuContext);
   int (*CtxSynchronize)();
+  int (*StreamCreate)(CuStream*, unsigned);
   int (*MemAlloc)(DevicePointer*, std::size_t);
   int (*MemFree)(DevicePointer);
   int (*MemcpyHtoD)(DevicePointer, const void*, std::size_t);
@@ -53,6 +54,7 @@ Memory OpenDevice() {
   find(&memory.DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
   find(&memory.CtxSetCurrent, "cuCtxSetCurrent");
   find(&memory.CtxSynchronize, "cuCtxSynchronize");
+  find(&memory.StreamCreate, "cuStreamCreate");
   find(&memory.MemAlloc, "cuMemAlloc_v2");
   find(&memory.MemFree, "cuMemFree_v2");
   find(&memory.MemcpyHtoD, "cuMemcpyHtoD_v2");
@@ -85,8 +87,7 @@ class DeviceBuffer {
   T* As() const {
     return reinterpret_cast<T*>(base_ + offset_);
   }
-  void Write(const void* host) { Copy(base_ + offset_, host, bytes_); }
-  void Write(const std::vector<unsigned char>& host) { Write(host.data()); }
+  void Write(const std::vector<unsigned char>& host) { Copy(base_ + offset_, host.data(), bytes_); }
   std::vector<unsigned char> Read() const {
     std::vector<unsigned char> host(bytes_ + offset_);
     Require(Device().MemcpyDtoH(host.data(), base_, host.size()), "cuMemcpyDtoH");
@@ -113,29 +114,33 @@ struct Inline {  // a thread pool of none
   }
 };
 
-void UpdateOnCpu(const std::vector<LeafOperands>& leaves, const Case& c) {
-  const HostScalars scalars(c.skip);
+// `steps` calls, more than one only in place.
+void UpdateOnCpu(const std::vector<LeafOperands>& leaves, const Case& c, int steps = 1) {
+  const StepScalars<GuardedBuffer> scalars(c);
   Inline pool;
-  cpu::Update(pool, 1, *cpu::SelectInstructionSet(), scalars.Operands(), leaves, c.Options());
+  for (int i = 0; i < steps; ++i) {
+    cpu::Update(pool, 1, *cpu::SelectInstructionSet(), scalars.Operands(), leaves, c.Options());
+  }
+  scalars.CheckCounters("cpu", steps);
+}
+
+void Prepare(const std::vector<LeafOperands>& leaves, const Case& c) {
+  const std::string error = PrepareUpdate(leaves, c.Options());
+  Check(error.empty(), error);
+}
+
+void Submit(CuStream stream, const StepScalars<DeviceBuffer>& scalars,
+            const std::vector<LeafOperands>& leaves, const Case& c) {
+  const std::string error = Update(stream, scalars.Operands(), leaves, c.Options());
+  Check(error.empty(), error);
 }
 
 void UpdateOnGpu(const std::vector<LeafOperands>& leaves, const Case& c) {
-  const HostScalars scalars(c.skip);
-  DeviceBuffer step(sizeof(scalars.step), 0);
-  DeviceBuffer skip(sizeof(scalars.skip), 0);
-  DeviceBuffer hyper_bits(sizeof(scalars.hyper_bits), 0);
-  step.Write(&scalars.step);
-  skip.Write(&scalars.skip);
-  hyper_bits.Write(scalars.hyper_bits);
-  StepOperands operands;
-  operands.step = {step.As<int>(), false};
-  operands.skip_update = {skip.As<unsigned char>(), false};
-  operands.hyper_bits = hyper_bits.As<Word32>();
-
-  std::string error = PrepareUpdate(leaves, c.Options());
-  if (error.empty()) error = Update(nullptr, operands, leaves, c.Options());
-  Check(error.empty(), error);
+  const StepScalars<DeviceBuffer> scalars(c);
+  Prepare(leaves, c);
+  Submit(nullptr, scalars, leaves, c);
   Require(Device().CtxSynchronize(), "cuCtxSynchronize");
+  scalars.CheckCounters("cuda");
 }
 
 void CheckCase(const Case& c) {
@@ -150,6 +155,10 @@ void CheckCase(const Case& c) {
 constexpr std::size_t kSizes[] = {0,   1,   2,   3,   4,   5,   7,    8,    31,   127, 128,
                                   129, 509, 511, 512, 513, 516, 1023, 1024, 1027, 2049};
 
+// Some calls of each kernel do not count the step. Those of no element are among them: a launch
+// only to count is for TestCounters.
+Counting CountingOf(std::size_t n) { return n % 2 == 0 ? Counting::kNone : Counting::kShared; }
+
 // Every rule and pair of dtypes at every element offset.
 void TestShapesAndOffsets() {
   std::size_t next = 0;
@@ -160,11 +169,11 @@ void TestShapesAndOffsets() {
           for (std::size_t offset = 0; offset < 16; ++offset) {
             const std::size_t n = kSizes[next++ % std::size(kSizes)];
             CheckCase({n, offset, param, grad, amsgrad, nesterov, true, false, true, 1,
-                       ZeroMoments::kNo});
+                       ZeroMoments::kNo, CountingOf(n)});
           }
           for (const std::size_t n : kSizes) {
             CheckCase({n, next++ % 3, param, grad, amsgrad, nesterov, next % 2 == 0, false,
-                       next % 3 != 0, 1, ZeroMoments::kNo});
+                       next % 3 != 0, 1, ZeroMoments::kNo, CountingOf(n)});
           }
         }
       }
@@ -181,9 +190,9 @@ void TestZeroMoments() {
       for (const DType grad : kDTypes) {
         for (std::size_t offset = 0; offset < 8; ++offset, ++next) {
           const std::size_t flags = next % 17;
-          CheckCase({kSizes[next % std::size(kSizes)], offset, param, grad, amsgrad,
-                     (flags & 1) != 0, (flags & 2) != 0, (flags & 4) != 0, (flags & 8) != 0, 1,
-                     ZeroMoments::kNull});
+          const std::size_t n = kSizes[next % std::size(kSizes)];
+          CheckCase({n, offset, param, grad, amsgrad, (flags & 1) != 0, (flags & 2) != 0,
+                     (flags & 4) != 0, (flags & 8) != 0, 1, ZeroMoments::kNull, CountingOf(n)});
         }
       }
     }
@@ -203,6 +212,15 @@ void TestOptions() {
       }
     }
   }
+}
+
+// The last case has more members than the kernel that counts for them has threads in a block.
+void TestCounters() {
+  std::vector<Case> cases = CounterCases();
+  cases.push_back(CommonCase(1));
+  cases.back().members = kThreads + 1;
+  cases.back().counting = Counting::kPerMember;
+  for (const Case& c : cases) CheckCase(c);
 }
 
 // Many leaves in one allocation, laid out alike in host and device memory; the bytes between the
@@ -314,6 +332,87 @@ void TestManyLeaves() {
   }
 }
 
+// Trees without a block, of no leaf and of more empty ones than a small table holds.
+void TestEmptyTrees() {
+  const Case c = CommonCase(0);
+  const LeafSet set({c});
+  CheckLeaves(set, {}, c);
+  CheckLeaves(set, std::vector<std::size_t>(kSmallTableWords), c);
+}
+
+// Leaves 0 and 1 have as many blocks as a small grid may have, leaf 2 has one more.
+LeafSet MakeGridLimit(const Case& c) {
+  std::vector<Case> cases(3, c);
+  constexpr std::size_t kFirst = 600;
+  cases[0].n = kFirst * kChunk - 3;
+  cases[1].n = (kSmallGridBlocks - kFirst) * kChunk;
+  cases[2].n = 1;
+  return LeafSet(cases);
+}
+
+void TestGridLimit() {
+  for (const bool skip : {false, true}) {
+    Case c = CommonCase(0);
+    c.skip = skip;
+    const LeafSet set = MakeGridLimit(c);
+    CheckLeaves(set, {0, 1}, c);
+    CheckLeaves(set, {0, 1, 2}, c);
+  }
+}
+
+// A tree whose steps are submitted to a stream of its own and compared with the CPU's at the end.
+class Training {
+ public:
+  Training(const LeafSet& set, const std::vector<std::size_t>& indices, const Case& c)
+      : set_(set), indices_(indices), case_(c), scalars_(c), device_(set.image().size(), 0) {
+    device_.Write(set.image());
+    leaves_ = set.Leaves(indices, device_.As<unsigned char>());
+    Prepare(leaves_, c);
+    constexpr unsigned kNonBlocking = 1;
+    Require(Device().StreamCreate(&stream_, kNonBlocking), "cuStreamCreate");
+  }
+
+  void Step() {
+    Submit(stream_, scalars_, leaves_, case_);
+    ++steps_;
+  }
+
+  void CheckResult() const {
+    std::vector<unsigned char> host = set_.image();
+    UpdateOnCpu(set_.Leaves(indices_, host.data()), case_, steps_);
+    scalars_.CheckCounters("cuda", steps_);
+    Check(device_.Read() == host, "bits of " + std::to_string(steps_) + " steps");
+  }
+
+ private:
+  const LeafSet& set_;
+  std::vector<std::size_t> indices_;
+  Case case_;
+  StepScalars<DeviceBuffer> scalars_;
+  DeviceBuffer device_;
+  std::vector<LeafOperands> leaves_;
+  CuStream stream_ = nullptr;
+  int steps_ = 0;
+};
+
+// Steps in place that nothing synchronises, of two trees that may run at the same time: a block
+// that counts too early or too late, or for the other tree, changes a later step's bits.
+void TestManySteps() {
+  Case c = CommonCase(0);
+  const LeafSet set = MakeGridLimit(c);
+  Training often(set, {0, 1}, c);
+  c.counts.count = 20;
+  Training seldom(set, {2, 1}, c);
+  Require(Device().CtxSynchronize(), "cuCtxSynchronize");  // the copies are not in these streams
+  for (int i = 0; i < 200; ++i) {
+    often.Step();
+    if (i % 5 == 0) seldom.Step();
+  }
+  Require(Device().CtxSynchronize(), "cuCtxSynchronize");
+  often.CheckResult();
+  seldom.CheckResult();
+}
+
 }  // namespace
 }  // namespace jfa::cuda
 
@@ -321,7 +420,11 @@ int main() {
   jfa::cuda::TestShapesAndOffsets();
   jfa::cuda::TestZeroMoments();
   jfa::cuda::TestOptions();
+  jfa::cuda::TestCounters();
   jfa::cuda::TestManyLeaves();
+  jfa::cuda::TestEmptyTrees();
+  jfa::cuda::TestGridLimit();
+  jfa::cuda::TestManySteps();
   std::printf("%d failures\n", jfa::tests::failures);
   return jfa::tests::failures == 0 ? 0 : 1;
 }

@@ -50,7 +50,7 @@ struct BusyPool {
 
 std::vector<unsigned char> Run(const InstructionSet& isa, const Case& c, std::int64_t num_threads) {
   const LeafArrays<GuardedBuffer> arrays(c);
-  const HostScalars scalars(c.skip);
+  const StepScalars<GuardedBuffer> scalars(c);
   if (num_threads == 0) {
     BusyPool pool;
     Update(pool, 4, isa, scalars.Operands(), {arrays.Operands()}, c.Options());
@@ -58,6 +58,7 @@ std::vector<unsigned char> Run(const InstructionSet& isa, const Case& c, std::in
     ThreadPool pool;
     Update(pool, num_threads, isa, scalars.Operands(), {arrays.Operands()}, c.Options());
   }
+  scalars.CheckCounters(isa.name);
   return arrays.ReadOutputs(isa.name);
 }
 
@@ -99,6 +100,10 @@ void TestOptions(const InstructionSet* sets, int num_sets) {
       }
     }
   }
+}
+
+void TestCounters(const InstructionSet* sets, int num_sets) {
+  for (const Case& c : CounterCases()) CheckCase(sets, num_sets, c);
 }
 
 void TestThreads(const InstructionSet& isa) {
@@ -145,6 +150,7 @@ int Main() {
   TestConversions();
   TestAlignments(sets, num_sets);
   TestOptions(sets, num_sets);
+  TestCounters(sets, num_sets);
   TestThreads(sets[0]);
   std::printf("%d failures\n", failures);
   return failures == 0 ? 0 : 1;
