@@ -16,6 +16,10 @@ def pytest_runtest_setup(item):
         (needed,) = marker.args
         if jax.device_count() < needed:
             pytest.skip(f"needs {needed} devices, here are {jax.device_count()}")
+    for marker in item.iter_markers("platform"):
+        (needed,) = marker.args
+        if jax.default_backend() != needed:
+            pytest.skip(f"is about {needed}, the default is {jax.default_backend()}")
 
 
 def pytest_collection_modifyitems(config, items):

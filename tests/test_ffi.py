@@ -1,5 +1,6 @@
 """Loading native modules: a bad one must cost nothing but itself."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -12,9 +13,10 @@ from jax_fused_adamw import _ffi
 
 
 def run_python(source: str) -> str:
-    """Runs a fresh interpreter, where nothing is registered yet."""
+    """Runs a fresh interpreter on the CPU, where nothing is registered yet."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(source)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         timeout=300,

@@ -52,18 +52,27 @@ Nvrtc Load() {
   for (const char* name : {"libnvrtc.so.13", "libnvrtc.so.12"}) paths.emplace_back(name);
   Nvrtc nvrtc;
   const int driver_major = GetDriver().Version() / 1000;
+  std::string too_new;
   for (const std::string& path : paths) {
     void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     int major = 0;
     int minor = 0;
     const bool found =
         library != nullptr && FindAll(library, &nvrtc) && nvrtc.Version(&major, &minor) == 0;
+    if (!found) continue;
+    if (driver_major == 0 || major <= driver_major) return nvrtc;
     // A driver may refuse what a newer major release compiled.
-    if (found && (driver_major == 0 || major <= driver_major)) return nvrtc;
+    too_new = std::to_string(major) + "." + std::to_string(minor);
   }
-  nvrtc.error =
-      "no NVRTC library was found; install jax[cuda12] or jax[cuda13], which bring it, or build "
-      "where nvcc is";
+  if (too_new.empty()) {
+    nvrtc.error =
+        "no NVRTC library was found; install jax[cuda12] or jax[cuda13], which bring it, or build "
+        "where nvcc is";
+  } else {
+    nvrtc.error = "NVRTC " + too_new + " is newer than the driver, which is for CUDA " +
+                  std::to_string(driver_major) + ": update the driver, or install jax[cuda" +
+                  std::to_string(driver_major) + "]";
+  }
   return nvrtc;
 }
 
