@@ -14,7 +14,7 @@ struct StepCounts {
 
 JFA_HOST_DEVICE int NextCount(int count) { return count < 0x7fffffff ? count + 1 : count; }
 
-JFA_HOST_DEVICE StepCounts CountStep(StepCounts old, bool skip) {
+JFA_HOST_DEVICE StepCounts NextCounts(StepCounts old, bool skip) {
   if (skip) return {old.count, NextCount(old.skipped), NextCount(old.consecutive)};
   return {NextCount(old.count), old.skipped, 0};
 }

@@ -30,6 +30,12 @@ struct ScalarOperand {
   JFA_HOST_DEVICE T Read(long long member) const { return data[per_member ? member : 0]; }
 };
 
+// The words of a float64, or in `low` those of a float32.
+struct RawHyper {
+  Word32 low;
+  Word32 high;
+};
+
 // Where the counters go; as many values of each as there are of count.
 struct CounterResults {
   int* count = nullptr;  // null in a call that does not count the step
@@ -58,31 +64,26 @@ struct StepOperands {
   }
 
   JFA_HOST_DEVICE void WriteCounts(long long member, StepCounts old) const {
-    const StepCounts next = CountStep(old, skip_update.Read(member) != 0);
+    const StepCounts next = NextCounts(old, skip_update.Read(member) != 0);
     new_counts.count[member] = next.count;
     new_counts.skipped[member] = next.skipped;
     new_counts.consecutive[member] = next.consecutive;
   }
 
-  // The hyperparameter at `index`, a Hyper.
-  JFA_HOST_DEVICE double Read(int index, long long member) const {
-    if (traced[index].data != nullptr) return traced[index].Read(member);
+  // A hyperparameter as it lies in memory; `index` is a Hyper.
+  JFA_HOST_DEVICE RawHyper ReadRaw(int index, long long member) const {
+    if (traced[index].data != nullptr) return {FloatToBits(traced[index].Read(member)), 0};
     const long long row = (hyper_bits_per_member ? member * kNumHyper : 0) + index;
-    const Word64 low = hyper_bits[2 * row];
-    const Word64 high = hyper_bits[2 * row + 1];
-    return BitsToDouble(low | high << 32);
+    return {hyper_bits[2 * row], hyper_bits[2 * row + 1]};
   }
 
+  // Fills in the terms of a hyperparameter.
   template <bool kNesterov>
-  JFA_HOST_DEVICE void SetTerms(int index, long long member, bool maximize,
+  JFA_HOST_DEVICE void SetTerms(int index, RawHyper raw, int count, bool maximize,
                                 HyperTerms* terms) const {
-    SetTermsOf<kNesterov>(index, Read(index, member), count.Read(member), maximize, terms);
-  }
-
-  // The same of a hyperparameter and a count that have been read already.
-  template <bool kNesterov>
-  JFA_HOST_DEVICE static void SetTermsOf(int index, double value, int count, bool maximize,
-                                         HyperTerms* terms) {
+    double value = traced[index].data != nullptr
+                       ? BitsToFloat(raw.low)
+                       : BitsToDouble(raw.low | static_cast<Word64>(raw.high) << 32);
     if (index == static_cast<int>(Hyper::kGradientScale)) value = GradientDivisor(value, maximize);
     jfa::SetTerms<kNesterov>(index, value, NextCount(count), terms);
   }

@@ -19,7 +19,10 @@ template <bool kNesterov>
 void SetNumbers(const StepOperands& operands, std::int64_t member, bool maximize,
                 UpdateStep* step) {
   HyperTerms terms;
-  for (int i = 0; i < kNumHyper; ++i) operands.SetTerms<kNesterov>(i, member, maximize, &terms);
+  const int count = operands.count.Read(member);
+  for (int i = 0; i < kNumHyper; ++i) {
+    operands.SetTerms<kNesterov>(i, operands.ReadRaw(i, member), count, maximize, &terms);
+  }
   step->scalars = MakeScalars<kNesterov>(terms);
   step->unscale = MakeUnscale(terms);
 }

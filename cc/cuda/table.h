@@ -44,14 +44,12 @@ struct LeafFlags {
 // What is the same for every leaf of a launch.
 struct LaunchOptions {
   int num_leaves;
-  int num_buffers;  // of one leaf
-  int arrivals;     // index of the launch's arrival counter; negative if it does not count the step
-  bool has_nu_max;
+  int num_buffers;      // of one leaf
+  int arrival_counter;  // index of the launch's; negative if it does not count the step
   bool maximize;
   bool write_params;
   bool out_apart;      // out has a buffer of its own
   bool moments_apart;  // so have the new moments
-  bool zero_moments;   // the old ones are in no buffer (LeafClass::kFirstStep)
   long long members;
 };
 

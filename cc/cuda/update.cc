@@ -40,6 +40,7 @@ bool NeedsAnyDType(const LeafOperands& leaf) {
 
 Plan MakePlan(const Leaves& leaves, const UpdateOptions& options) {
   Plan plan{options};
+  plan.moments_apart = options.zero_moments;
   for (const LeafOperands& leaf : leaves) {
     plan.out_apart |= leaf.out != leaf.param;
     plan.moments_apart |=
@@ -133,24 +134,22 @@ std::string Launch(CuStream stream, const Kernel& kernel, unsigned blocks, void*
   const Driver& driver = GetDriver();
   const CuResult result = driver.LaunchKernel(kernel.function, blocks, 1, 1, kThreads, 1, 1, 0,
                                               stream, parameters, nullptr);
-  return result == 0 ? "" : "launching the update: " + driver.Describe(result);
+  return result == 0 ? "" : "launching a kernel: " + driver.Describe(result);
 }
 
 // Launches one table of leaves from *next on.
 template <int kWords>
 std::string LaunchTable(CuStream stream, const StepOperands& operands, const Leaves& leaves,
-                        const Plan& plan, int arrivals, std::size_t* next) {
+                        const Plan& plan, int arrival_counter, std::size_t* next) {
   const Kernel kernel = GetKernel(plan.Kernel(kWords == kSmallTableWords));
   if (!kernel.ok()) return kernel.error;
   auto args = std::make_unique<UpdateArguments<kWords>>();
   args->step = operands;
-  args->options.arrivals = arrivals;
-  args->options.has_nu_max = plan.has_nu_max();
+  args->options.arrival_counter = arrival_counter;
   args->options.maximize = plan.options.maximize;
   args->options.write_params = plan.options.write_params;
   args->options.out_apart = plan.out_apart;
   args->options.moments_apart = plan.moments_apart;
-  args->options.zero_moments = plan.options.zero_moments;
   args->options.members = plan.options.members;
   const unsigned blocks = FillTable(leaves, plan, next, args.get());
   if (blocks == 0) {
@@ -182,17 +181,17 @@ bool IsSmallGrid(const Leaves& leaves, const Plan& plan) {
   return 0 < blocks && blocks <= kSmallGridBlocks;
 }
 
-// The arrival counter for launches that write these counters, or -1 when all are taken. Two such
+// The arrival counter of launches that write a new count there, or -1 when all are taken. Two such
 // launches cannot run at the same time, since they write the same memory; any two others have
-// different ones.
-int ArrivalsOf(const int* new_count) {
+// different counters.
+int ArrivalCounterOf(const int* new_count) {
   static std::mutex mutex;
   static auto* indices = new std::unordered_map<const int*, int>();
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = indices->find(new_count);
   if (found != indices->end()) return found->second;
   const int index = static_cast<int>(indices->size());
-  if (index == kNumArrivals) return -1;
+  if (index == kNumArrivalCounters) return -1;
   indices->emplace(new_count, index);
   return index;
 }
@@ -213,13 +212,13 @@ std::string Update(CuStream stream, const StepOperands& operands, const Leaves& 
   const Plan plan = MakePlan(leaves, options);
   const bool small = IsSmallGrid(leaves, plan);
   const bool counts_itself = small && operands.counts_step() && !operands.count.per_member;
-  const int arrivals = counts_itself ? ArrivalsOf(operands.new_counts.count) : -1;
+  const int counter = counts_itself ? ArrivalCounterOf(operands.new_counts.count) : -1;
   std::string error;
   for (std::size_t next = 0; next < leaves.size() && error.empty();) {
-    error = small ? LaunchTable<kSmallTableWords>(stream, operands, leaves, plan, arrivals, &next)
+    error = small ? LaunchTable<kSmallTableWords>(stream, operands, leaves, plan, counter, &next)
                   : LaunchTable<kLargeTableWords>(stream, operands, leaves, plan, -1, &next);
   }
-  if (!error.empty() || !operands.counts_step() || arrivals >= 0) return error;
+  if (!error.empty() || !operands.counts_step() || counter >= 0) return error;
   return LaunchCountStep(stream, operands, plan);
 }
 

@@ -17,6 +17,7 @@ namespace jfa::cuda {
 std::string PrepareUpdate(const std::vector<LeafOperands>& leaves, const UpdateOptions& options);
 
 // Submits the step to the stream; as few launches as the tables allow, none for empty leaves.
+// One that counts the step does so last, with a launch of its own unless the grid is small.
 // Returns an error text, empty on success. Neither synchronises nor reads device memory.
 std::string Update(CuStream stream, const StepOperands& operands,
                    const std::vector<LeafOperands>& leaves, const UpdateOptions& options);

@@ -16,9 +16,9 @@
 namespace jfa::cuda {
 namespace {
 
-// How many blocks of a launch have read the counters, by LaunchOptions::arrivals. Zero between
-// launches; launches that could run at the same time have counters of their own.
-__device__ Word32 arrivals[kNumArrivals];
+// How many blocks of a launch have read the step's counters, by LaunchOptions::arrival_counter.
+// Zero between launches; launches that could run at the same time have different ones.
+__device__ Word32 arrivals[kNumArrivalCounters];
 
 // The outputs' places in a leaf's row of the table; an output that is its input shares its place.
 struct OutputSlots {
@@ -28,8 +28,9 @@ struct OutputSlots {
   int nu_max;
 };
 
-__device__ __forceinline__ OutputSlots SlotsOf(const LaunchOptions& options, bool zero_moments) {
-  const int first = zero_moments ? 2 : options.has_nu_max ? 5 : 4;
+template <typename Kernel>
+__device__ __forceinline__ OutputSlots SlotsOf(const LaunchOptions& options) {
+  const int first = Kernel::kZeroMoments ? 2 : Kernel::kHasMax ? 5 : 4;
   const int moments = first + (options.out_apart ? 1 : 0);
   return {options.out_apart ? first : 0, options.moments_apart ? moments : 2,
           options.moments_apart ? moments + 1 : 3, options.moments_apart ? moments + 2 : 4};
@@ -66,10 +67,10 @@ __device__ __forceinline__ VectorUpdate UpdateVector(const AdamWScalars& scalars
 }
 
 // A skipped step: state and parameters keep their bits, an update is -0.0.
-template <typename Arguments>
+template <typename Kernel, typename Arguments>
 __device__ void SkipChunk(const Arguments& args, int leaf, LeafFlags flags, const Span& span) {
   const LaunchOptions& options = args.options;
-  const OutputSlots slots = SlotsOf(options, options.zero_moments);
+  const OutputSlots slots = SlotsOf<Kernel>(options);
   const auto copy = [&](DType dtype, int from, int to) {
     StoreRaw(dtype, args.buffer(leaf, to), span, LoadRaw(dtype, args.buffer(leaf, from), span));
   };
@@ -82,14 +83,13 @@ __device__ void SkipChunk(const Arguments& args, int leaf, LeafFlags flags, cons
   }
   if (!options.moments_apart) return;
   const auto keep_moment = [&](int from, int to) {
-    const RawVector old = options.zero_moments
-                              ? RawVector{}
-                              : LoadRaw(DType::kFloat32, args.buffer(leaf, from), span);
+    RawVector old{};
+    if (!Kernel::kZeroMoments) old = LoadRaw(DType::kFloat32, args.buffer(leaf, from), span);
     StoreRaw(DType::kFloat32, args.buffer(leaf, to), span, old);
   };
   keep_moment(2, slots.mu);
   keep_moment(3, slots.nu);
-  if (options.has_nu_max) keep_moment(4, slots.nu_max);
+  if (Kernel::kHasMax) keep_moment(4, slots.nu_max);
 }
 
 // Where a block works, the same for all its threads.
@@ -120,52 +120,60 @@ __device__ __forceinline__ ChunkPlace LocateChunk(const Arguments& args) {
 
 // What a lane reads that works out one hyperparameter.
 struct HyperInput {
-  double value;
+  RawHyper raw;
   int count;
 };
 
 template <typename Arguments>
 __device__ __forceinline__ HyperInput ReadHyperInput(const Arguments& args, long long member) {
   if (threadIdx.x >= kNumHyper) return {};
-  return {args.step.Read(static_cast<int>(threadIdx.x), member), args.step.count.Read(member)};
+  return {args.step.ReadRaw(static_cast<int>(threadIdx.x), member), args.step.count.Read(member)};
 }
 
-// The same in a small grid: here and not where the compiler would move it, and the count by one
-// thread of the block, the one that then arrives.
+// In a small grid: all scalars at once, and the count by the one thread that then arrives.
+struct FirstReads {
+  bool skip;
+  HyperInput hyper;
+};
+
 template <typename Arguments>
-__device__ __forceinline__ HyperInput ReadHyperInputFirst(const Arguments& args, long long member) {
-  HyperInput input{};
-  if (threadIdx.x == 0) input.count = args.step.count.Read(member);
+__device__ __forceinline__ FirstReads ReadScalarsFirst(const Arguments& args, long long member) {
+  unsigned skip = args.step.skip_update.Read(member);
+  HyperInput hyper{};
+  if (threadIdx.x == 0) hyper.count = args.step.count.Read(member);
   if (threadIdx.x < kNumHyper) {
-    input.value = args.step.Read(static_cast<int>(threadIdx.x), member);
+    hyper.raw = args.step.ReadRaw(static_cast<int>(threadIdx.x), member);
   }
-  asm volatile("" : "+d"(input.value), "+r"(input.count));
-  return input;
+  // Keeps the compiler from moving the reads behind the branch on skip.
+  asm volatile("" : "+r"(skip), "+r"(hyper.raw.low), "+r"(hyper.raw.high), "+r"(hyper.count));
+  return {skip != 0, hyper};
 }
 
-// A block's arrival: the sum before it, and the counters as all blocks read them.
+// A block's arrival: the sum of those before it, and the counters, which are right in the last
+// block only: by then another one may have read new values.
 struct Arrival {
   Word32 before;
   Word32 weight;
   StepCounts counts;
 };
 
-// The block has read the counters. The weight, the same for all blocks, depends on the count that
-// was read, so that the addition cannot come before it.
+// The block has read the count. The weight, the same for all blocks, is what orders that: it
+// depends on the count, so the addition cannot be issued before the count is there.
 template <typename Arguments>
 __device__ __forceinline__ Arrival Arrive(const Arguments& args, int count) {
-  if (threadIdx.x != 0 || args.options.arrivals < 0) return {};
+  if (threadIdx.x != 0 || args.options.arrival_counter < 0) return {};
+  const StepOperands& step = args.step;
   const Word32 weight = count == -1 ? 2 : 1;
-  const Word32 before = atomicAdd(&arrivals[args.options.arrivals], weight);
-  return {before, weight, args.step.ReadCounts(0)};
+  const Word32 before = atomicAdd(&arrivals[args.options.arrival_counter], weight);
+  return {before, weight, {count, step.skipped.Read(0), step.consecutive.Read(0)}};
 }
 
 template <typename Arguments>
 __device__ __forceinline__ void CountStepIfLast(const Arguments& args, const Arrival& arrival) {
-  if (threadIdx.x != 0 || args.options.arrivals < 0) return;
+  if (threadIdx.x != 0 || args.options.arrival_counter < 0) return;
   if (arrival.before != (gridDim.x - 1) * arrival.weight) return;
   args.step.WriteCounts(0, arrival.counts);
-  arrivals[args.options.arrivals] = 0;
+  arrivals[args.options.arrival_counter] = 0;
 }
 
 // The dtypes of a leaf, known to the compiler or not.
@@ -184,8 +192,7 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
                                             HyperInput hyper, DTypes dtypes) {
   constexpr DType kMoment = DType::kFloat32;
   constexpr bool kNesterov = Kernel::kNesterov;
-  constexpr bool kHasMax = Kernel::kAmsgrad != Amsgrad::kOff;
-  constexpr bool kZeroMoments = Kernel::kZeroMoments;
+  constexpr bool kHasMax = Kernel::kHasMax;
   const int leaf = place.leaf;
   const Span& span = place.span;
   const RawVector raw_param = LoadRaw(dtypes.param, args.buffer(leaf, 0), span);
@@ -193,7 +200,7 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
   RawVector raw_mu{};
   RawVector raw_nu{};
   RawVector raw_max{};
-  if (!kZeroMoments) {
+  if (!Kernel::kZeroMoments) {
     raw_mu = LoadRaw(kMoment, args.buffer(leaf, 2), span);
     raw_nu = LoadRaw(kMoment, args.buffer(leaf, 3), span);
     if (kHasMax) raw_max = LoadRaw(kMoment, args.buffer(leaf, 4), span);
@@ -208,8 +215,8 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
   }
   __shared__ __align__(16) HyperTerms terms;
   if (threadIdx.x < kNumHyper) {
-    StepOperands::SetTermsOf<kNesterov>(static_cast<int>(threadIdx.x), hyper.value, hyper.count,
-                                        args.options.maximize, &terms);
+    args.step.template SetTerms<kNesterov>(static_cast<int>(threadIdx.x), hyper.raw, hyper.count,
+                                           args.options.maximize, &terms);
   }
   __syncthreads();
   const AdamWScalars scalars = MakeScalars<kNesterov>(terms);
@@ -219,7 +226,7 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
       args.options.write_params, ToFloat(dtypes.param, raw_param), ToFloat(dtypes.grad, raw_grad),
       ToFloat(kMoment, raw_mu), ToFloat(kMoment, raw_nu), ToFloat(kMoment, raw_max));
 
-  const OutputSlots slots = SlotsOf(args.options, kZeroMoments);
+  const OutputSlots slots = SlotsOf<Kernel>(args.options);
   StoreRaw(dtypes.param, args.buffer(leaf, slots.out), span, FromFloat(dtypes.param, next.out));
   StoreRaw(kMoment, args.buffer(leaf, slots.mu), span, FromFloat(kMoment, next.mu));
   StoreRaw(kMoment, args.buffer(leaf, slots.nu), span, FromFloat(kMoment, next.nu));
@@ -230,16 +237,18 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
 }
 
 // With float32 parameters the code has a body for float32 and one for bfloat16 gradients: it then
-// needs 48 registers instead of 56, and bfloat16 gradients are 8 % faster. A switch over all nine
-// pairs, compiled to an indirect jump, was 20 % slower. A run-time choice of zero moments cost
-// 1-2.5 % (all on an H200, 2026-11-29).
+// needs 48 registers instead of 56 (54 in a small grid), and bfloat16 gradients are 8 % faster. A
+// switch over all nine pairs, compiled to an indirect jump, was 20 % slower. A run-time choice of
+// zero moments cost 1-2.5 % (all on an H200, 2026-11-29).
 template <typename Kernel, typename Arguments>
 __device__ __forceinline__ void UpdateOneChunk(const Arguments& args) {
   const ChunkPlace place = LocateChunk(args);
-  HyperInput hyper{};
-  if (Kernel::kSmallGrid) hyper = ReadHyperInputFirst(args, place.member);
-  if (args.step.skip_update.Read(place.member)) {
-    SkipChunk(args, place.leaf, place.flags, place.span);
+  FirstReads first{};
+  if (Kernel::kSmallGrid) first = ReadScalarsFirst(args, place.member);
+  const bool skip = Kernel::kSmallGrid ? first.skip : args.step.skip_update.Read(place.member) != 0;
+  const HyperInput& hyper = first.hyper;
+  if (skip) {
+    SkipChunk<Kernel>(args, place.leaf, place.flags, place.span);
     if (Kernel::kSmallGrid) CountStepIfLast(args, Arrive(args, hyper.count));
     return;
   }
@@ -261,13 +270,14 @@ struct Instance {
   static constexpr LeafClass kClass = kLeafClass;
   static constexpr bool kZeroMoments = kLeafClass == LeafClass::kFirstStep;
   static constexpr Amsgrad kAmsgrad = kAmsgradKind;
+  static constexpr bool kHasMax = kAmsgradKind != Amsgrad::kOff;
   static constexpr bool kNesterov = kNesterovMomentum;
 };
 
 }  // namespace
 
-// Counts the step alone: behind a large grid, for the members of a vmap, for a tree that is empty
-// here.
+// Counts the step alone: behind a large grid, for the members of a vmap, for a call without
+// elements.
 extern "C" __global__ void __launch_bounds__(kThreads)
     CountStep(const __grid_constant__ StepOperands step, long long num_counts) {
   const long long i = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x;

@@ -144,7 +144,7 @@ void DecodeCounts(Decoder& decoder, const Frame& frame, std::size_t next, StepOp
   const bool per_member = step->count.per_member;
   if (step->skipped.per_member != per_member || step->consecutive.per_member != per_member ||
       (step->skip_update.per_member && !per_member)) {
-    decoder.Fail("counters: expected all or none for each member");
+    decoder.Fail("counters: expected one for each member, as of skip_update, or one of each");
   }
   int** const results[] = {&step->new_counts.count, &step->new_counts.skipped,
                            &step->new_counts.consecutive};
@@ -230,7 +230,9 @@ ffi::ErrorOr<Attributes> DecodeAttributes(const ffi::Dictionary& dictionary) {
     return ffi::Unexpected(Invalid("unknown amsgrad attribute " + std::to_string(amsgrad)));
   }
   options.amsgrad = static_cast<Amsgrad>(amsgrad);
-  if (options.members < 1) return ffi::Unexpected(Invalid("members must be 1 or more"));
+  constexpr std::int64_t kMaxMembers = std::int64_t{1} << 40;  // products with it fit 64 bits
+  if (options.members < 1 || options.members > kMaxMembers)
+    return ffi::Unexpected(Invalid("members must be 1 or more"));
   if (attributes.num_after < 0) return ffi::Unexpected(Invalid("num_after must not be negative"));
   if (attributes.traced.size() != kNumHyper) {
     return ffi::Unexpected(Invalid("traced must have one entry for each hyperparameter"));

@@ -353,6 +353,7 @@ inline std::vector<Case> CounterCases() {
           c.counting = counting;
           cases.push_back(c);
         }
+        c.counting = Counting::kPerMember;
         c.counts = {kMost - 1, kMost - 1, kMost - 1};
         cases.push_back(c);
         c.counting = Counting::kShared;
