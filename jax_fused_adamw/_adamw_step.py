@@ -7,8 +7,8 @@ from jax_fused_adamw._transform import (
     FusedAdamW,
     FusedAdamWState,
     StepControl,
-    check_state_type,
     fused_step,
+    options_of,
 )
 
 
@@ -58,7 +58,7 @@ def adamw_step(
     if not isinstance(options, FusedAdamW):
         raise TypeError(
             "adamw_step: options must be made by jfa.fused_adamw, got "
-            f"{type(options).__name__}"
+            f"{type(options).__name__}; jfa.step takes any optax transformation"
         )
     if control is None:
         control = StepControl()
@@ -66,6 +66,10 @@ def adamw_step(
         raise TypeError(
             f"adamw_step: control must be a StepControl, got {type(control).__name__}"
         )
-    if state is not None:
-        check_state_type(state)
-    return fused_step(options.update.args[0], g, state, p, control, write_params=True)
+    if state is not None and not isinstance(state, FusedAdamWState):
+        raise TypeError(
+            f"adamw_step: state must be a FusedAdamWState or None, got "
+            f"{type(state).__name__}; the order is adamw_step(p, g, state, options, "
+            "control)"
+        )
+    return fused_step(options_of(options), g, state, p, control, write_params=True)

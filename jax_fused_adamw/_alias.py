@@ -126,8 +126,11 @@ def fused_adamw(
         updates costs a copy of the parameters.
       bucket_bytes: under ``jax.jit``, leaves go into kernel calls of about this many
         bytes of gradients, in the order in which the backward pass finishes them, so
-        that gradients die early. None is the measured default, 256 MiB; what is larger
-        than all gradients together makes one call.
+        that gradients die early: temporary memory is then that of XLA's own update and
+        about one bucket. Not where something needs all gradients before the step
+        (clipping by the global norm) or one operation makes them all (``lax.scan``).
+        None is the measured default, 256 MiB; what is larger than all gradients
+        together makes one call.
       implementation: ``None`` or ``"ffi"`` is the platform's native kernel, an error
         where cpu or cuda has none; ``"xla"`` is plain JAX, for comparison and for
         differentiating through a step (with ``eps_root > 0``: the square root of a

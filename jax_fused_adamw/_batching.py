@@ -65,7 +65,7 @@ def _batch_members(update_call, config, axis_size, operands, in_batched):
         x = _with_batch_axis(x, axis_size, has_batch)
         return x.reshape(members, *x.shape[1 + len(inner) :])
 
-    merged_scalars = Scalars(
+    lists = Scalars(
         *(
             [scalar(value_shape, x, has) for x, has in zip(*kinds, strict=True)]
             for value_shape, *kinds in zip(
@@ -73,9 +73,14 @@ def _batch_members(update_call, config, axis_size, operands, in_batched):
             )
         )
     )
-    merged_scalars, counts_differ = _align_counters(merged_scalars, members)
+    [count], [skip_update], [hyper_bits], traced, skip_counters = lists
+    counters = [count, *skip_counters]
+    # The kernel counts once, or for each member where anything tells members apart.
+    differ = any(x.ndim > 0 for x in (*counters, skip_update))
+    if differ:
+        counters = [jnp.broadcast_to(x, members) for x in counters]
     merged = Operands(
-        merged_scalars,
+        Scalars(counters[0], skip_update, hyper_bits, traced, counters[1:]),
         after,
         Buffers(*(list(map(leaf, *kind)) for kind in zip(buffers, buffers_batched))),
     )
@@ -85,23 +90,18 @@ def _batch_members(update_call, config, axis_size, operands, in_batched):
     else:
         out = update_call(merged_config)(*flatten(merged))
     num_leaf_results = config.num_result_kinds * config.num_leaves
-    batched = [i < num_leaf_results or counts_differ for i in range(len(out))]
-    shaped = (
-        x.reshape(axis_size, *inner, *x.shape[1:]) if is_batched else x
-        for x, is_batched in zip(out, batched, strict=True)
-    )
-    return tuple(shaped), tuple(batched)
-
-
-def _align_counters(listed_scalars: Scalars, members: int) -> tuple[Scalars, bool]:
-    """Scalars out of their lists; if what counts the step differs, so do counters."""
-    [count], [skip_update], [hyper_bits], traced, skip_counters = listed_scalars
-    counters = [count, *skip_counters]
-    differ = any(x.ndim > 0 for x in (*counters, skip_update)) and bool(skip_counters)
+    leaves = [
+        x.reshape(axis_size, *inner, *x.shape[1:]) for x in out[:num_leaf_results]
+    ]
+    new_counters = list(out[num_leaf_results:])
     if differ:
-        counters = [jnp.broadcast_to(x, members) for x in counters]
-    count, *skip_counters = counters
-    return Scalars(count, skip_update, hyper_bits, traced, skip_counters), differ
+        # An inner vmap that knows one count for all its members expects one back.
+        inner_has_counts = scalars.count.ndim > scalars_batched.count
+        new_counters = [x.reshape(axis_size, *inner) for x in new_counters]
+        if inner and not inner_has_counts:
+            new_counters = [x[:, 0] for x in new_counters]
+    batched = (True,) * len(leaves) + (differ,) * len(new_counters)
+    return (*leaves, *new_counters), batched
 
 
 def _with_batch_axis(x, axis_size: int, has_batch: bool):

@@ -99,6 +99,10 @@ def make_transformation(options: Options) -> FusedAdamW:
     )
 
 
+def options_of(tx: FusedAdamW) -> Options:
+    return tx.update.args[0]  # of the partial that make_transformation made
+
+
 def _init(options: Options, params: optax.Params) -> FusedAdamWState:
     _checks.check_params(params)
 
@@ -138,7 +142,7 @@ def _update(
         if jax.tree.leaves(grads):
             raise ValueError(_checks.NO_PARAMS_MESSAGE)
         params = grads
-    check_state_type(state)
+    _check_state_type(state)
     control = StepControl(gradient_scale, skip_update)
     write_params = _in_place.wants_in_place(options.in_place)
     out, new_state = fused_step(options, grads, state, params, control, write_params)
@@ -238,7 +242,7 @@ def _hyperparams(
     }
 
 
-def check_state_type(state: Any) -> None:
+def _check_state_type(state: Any) -> None:
     if not isinstance(state, FusedAdamWState):
         raise TypeError(
             f"fused_adamw: state must be a FusedAdamWState, got "

@@ -110,6 +110,7 @@ def test_nothing_given_is_changed_outside_of_jit():
     [
         (dict(options=0.1), TypeError, "made by jfa.fused_adamw, got float"),
         (dict(state=()), TypeError, "state must be a FusedAdamWState"),
+        (dict(state=jfa.fused_adamw(0.1)), TypeError, r"adamw_step\(p, g, state, opt"),
         (dict(g=jnp.ones(4)), ValueError, r"shape \(4,\), expected \(3,\)"),
         (dict(p=jnp.ones(3, jnp.int32)), TypeError, "dtype int32"),
         (dict(control=jfa.StepControl("x")), TypeError, "gradient_scale"),

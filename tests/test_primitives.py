@@ -1,5 +1,6 @@
 """The primitive's rules: lowering, batching, compilation."""
 
+import itertools
 import re
 import time
 
@@ -284,6 +285,51 @@ def test_counters_that_all_members_share_stay_shared():
     alike = jax.vmap(lambda p: member(p, 0.1), out_axes=(0, None))(params)
     assert_same_bits(alike[0][0], both[0][0])
     assert alike[1] == (1, 0, 0)
+
+
+# What a nested vmap batches at each level: every subset of these, at both.
+BATCHED = ("rate", "skip", "count")
+
+
+@pytest.mark.parametrize("inner", range(8))
+@pytest.mark.parametrize("outer", range(8))
+def test_nested_vmap_of_scalars(inner, outer):
+    """Shapes and bits of two vmaps, each over some of rate, skip and count."""
+    levels = [[bool(bits & 1 << i) for i in range(3)] for bits in (outer, inner)]
+    param = jnp.linspace(-1.0, 1.0, 5)
+    values = {
+        "rate": np.float32([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]]),
+        "skip": np.array([[0, 1, 0], [1, 1, 0]]),
+        "count": np.array([[5, 6, 7], [8, 9, 10]], np.int32),
+    }
+
+    def member(rate, skip, count):
+        tx = jfa.fused_adamw(rate)
+        state = tx.init(param)._replace(count=count)
+        return tx.step(param, state, param, skip_update=skip)
+
+    def argument(name, has_outer, has_inner):
+        value = values[name] if has_outer else values[name][0]
+        value = value if has_inner else value[..., 0]
+        return jnp.asarray(value)
+
+    arguments = list(map(argument, BATCHED, *levels))
+    axes = [tuple(0 if has else None for has in level) for level in levels]
+    mapped = member
+    for level in (axes[1], axes[0]):
+        if any(axis == 0 for axis in level):
+            mapped = jax.vmap(mapped, in_axes=level)
+    got = mapped(*arguments)
+    num_levels = sum(map(any, levels))
+    for i, j in itertools.product(range(2), range(3)):
+        picked = [
+            x[(i,) * has_outer + (j,) * has_inner]
+            for x, has_outer, has_inner in zip(arguments, *levels)
+        ]
+        index = (i,) * any(levels[0]) + (j,) * any(levels[1])
+        assert len(index) == num_levels
+        one = jax.tree.map(lambda x, index=index: x[index], got)
+        assert_same_bits(one, member(*picked))
 
 
 @pytest.mark.parametrize("num_leaves", [1, 64, 65, 257, 600])
