@@ -204,6 +204,7 @@ def test_eager_calls_reuse_one_executable():
     assert _primitives.fused_update._cache_size() == before
 
 
+@pytest.mark.platform("cpu")
 @pytest.mark.parametrize("num_leaves", [1, 64, 65, 257])
 def test_calls_of_at_most_64_leaves(num_leaves):
     """XLA:CPU compiles n aliased buffers in about n^3 steps."""
@@ -213,6 +214,7 @@ def test_calls_of_at_most_64_leaves(num_leaves):
     assert count_ops(lowered.compile(), "custom-call") == -(-num_leaves // 64)
 
 
+@pytest.mark.platform("cpu")
 def test_a_thousand_leaves_compile_in_three_seconds():
     params = {f"leaf{i}": jnp.ones((3,)) for i in range(1000)}
     tx = jfa.fused_adamw(1e-3)

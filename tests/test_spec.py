@@ -222,7 +222,9 @@ def test_a6_nothing_is_scanned_unless_asked(way, amsgrad):
 
 @every_way
 def test_a7_skipping_changes_and_counts_nothing(way):
-    params = {**PARAMS, "signs": jnp.array([-0.0, 0.0, jnp.nan, jnp.inf])}
+    # A NaN keeps its payload in our kernels, not in every processor's addition.
+    kept = [-0.0, 0.0, jnp.inf, *([] if way == "update" else [jnp.nan])]
+    params = {**PARAMS, "signs": jnp.array(kept)}
     grads = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), params)
     tx = make_tx(way, **HYPERPARAMS, amsgrad=True)
     state = state_at(tx, params, 3)
