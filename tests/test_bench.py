@@ -1,5 +1,6 @@
 """The bench: its arithmetic, what it refuses to time, and what it writes."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -21,6 +22,7 @@ from jax_fused_adamw.bench import (
     _results,
     _rows,
     _shapes,
+    _torch,
 )
 from jax_fused_adamw.bench.__main__ import main
 from jax_fused_adamw.bench._experiment import ROWS
@@ -110,6 +112,44 @@ def test_torch_computes_the_same_step(run_bench, options):
     for _, row in results.rows():
         expected = "blocked" if row.name == "torch-cuda-graph" else "measured"
         assert row.status == expected, row
+
+
+@pytest.mark.platform("cpu")
+@pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
+def test_graph_starts_over_after_its_warm_up_and_capture(run_bench, monkeypatch):
+    import torch
+
+    steps = []
+
+    class Graph:
+        def replay(self):
+            steps[-1]()
+
+    @contextlib.contextmanager
+    def graph(graph):
+        yield
+
+    class Optimizer(torch.optim.AdamW):
+        def __init__(self, params, **options):
+            super().__init__(params, **options | {"capturable": False})
+            steps.append(self.step)
+
+    cuda = SimpleNamespace(
+        Stream=lambda: SimpleNamespace(wait_stream=lambda other: None),
+        current_stream=lambda: None,
+        stream=lambda stream: contextlib.nullcontext(),
+        CUDAGraph=Graph,
+        graph=graph,
+    )
+    fake = SimpleNamespace(
+        cuda=cuda,
+        optim=SimpleNamespace(AdamW=Optimizer),
+        from_dlpack=torch.from_dlpack,
+        tensor=torch.tensor,
+    )
+    monkeypatch.setattr(_torch, "_import_torch", lambda problem, graph: fake)
+    _, results = run_bench("--rows", "torch-cuda-graph", "--amsgrad")
+    assert set(statuses(results).values()) == {"measured"}
 
 
 def test_rows_that_are_asked_for_come_in_that_order(run_bench):

@@ -48,6 +48,7 @@ class JaxStepper:
         self._step = lowered.compile()
         self.compile_s = time.perf_counter() - started
         self.peak_bytes = _peak_bytes(self._step)
+        self.release()
 
     def start(self) -> None:
         numbers = self._problem.start()
@@ -209,6 +210,7 @@ class StagedStepper:
         started = time.perf_counter()
         self.run(1)
         self.compile_s = time.perf_counter() - started
+        self.release()
 
     def start(self) -> None:
         numbers = self._problem.start()

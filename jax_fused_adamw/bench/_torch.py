@@ -6,7 +6,6 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import numpy as np
 
 from jax_fused_adamw.bench._problem import (
     B1,
@@ -44,11 +43,7 @@ def _import_torch(problem: Problem, graph: bool) -> ModuleType:
 
 
 class TorchStepper:
-    """``torch.optim.AdamW``; see ``Stepper``.
-
-    Parameters, gradients and state stay at their addresses, as a graph needs, and
-    ``start`` copies the start state there.
-    """
+    """``torch.optim.AdamW``; see ``Stepper``."""
 
     compile_s = None
     peak_bytes = None
@@ -58,19 +53,26 @@ class TorchStepper:
         self._problem, self._graph = problem, graph
         self._options = {"foreach": False, "fused": False, "capturable": graph}
         self._options |= options
-        self._device = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]
-
-    def _tensor(self, array: jax.Array) -> Any:
-        # A copy: torch writes in place, and JAX's host copy is read-only.
-        return self._torch.from_numpy(np.array(array)).to(self._device)
 
     def start(self) -> None:
-        numbers = Numbers(
-            *([*map(self._tensor, part)] for part in self._problem.start())
-        )
+        # Held until torch has copied it: JAX would use the memory again.
+        start = jax.block_until_ready(self._problem.start())
+        self._numbers = Numbers(*([*map(self._copy, part)] for part in start))
+        self._optimizer = self._make_optimizer()
+        self._take_step = self._optimizer.step
+        if self._graph:
+            self._take_step = self._capture()
+            self._restore(start)
+        self._wait()
+
+    def _copy(self, array: jax.Array) -> Any:
+        return self._torch.from_dlpack(array).clone()
+
+    def _make_optimizer(self) -> Any:
+        numbers = self._numbers
         for param, grad in zip(numbers.params, self._problem.grads, strict=True):
-            param.grad = self._tensor(grad)
-        self._optimizer = self._torch.optim.AdamW(
+            param.grad = self._copy(grad)
+        optimizer = self._torch.optim.AdamW(
             numbers.params,
             lr=LEARNING_RATE,
             betas=(B1, B2),
@@ -81,28 +83,36 @@ class TorchStepper:
             differentiable=False,
             **self._options,
         )
-        self._set_state(numbers)
-        self._numbers = numbers
-        self._take_step = self._capture() if self._graph else self._optimizer.step
-        self._wait()
-
-    def _set_state(self, numbers: Numbers) -> None:
         on_device = self._options["fused"] or self._options["capturable"]
-        device = self._device if on_device else "cpu"
         for i, param in enumerate(numbers.params):
-            state = self._optimizer.state[param]
+            state = optimizer.state[param]
+            device = param.device if on_device else "cpu"
             state["step"] = self._torch.tensor(float(START_COUNT), device=device)
             for name, theirs in _MOMENTS.items():
                 if getattr(numbers, name):
                     state[theirs] = getattr(numbers, name)[i]
+        return optimizer
 
     def _capture(self) -> Any:
-        """One step as a CUDA graph; capturing records it without running it."""
-        graph = self._torch.cuda.CUDAGraph()
+        """One step as a CUDA graph, after one without it that loads the kernels."""
+        cuda = self._torch.cuda
+        stream = cuda.Stream()
+        stream.wait_stream(cuda.current_stream())
+        with cuda.stream(stream):
+            self._optimizer.step()
         self._wait()
-        with self._torch.cuda.graph(graph):
+        graph = cuda.CUDAGraph()
+        with cuda.graph(graph):
             self._optimizer.step()
         return graph.replay
+
+    def _restore(self, start: Numbers) -> None:
+        """Start over at the addresses that the graph knows."""
+        for tensors, arrays in zip(self._numbers, start, strict=True):
+            for tensor, array in zip(tensors, arrays, strict=True):
+                tensor.copy_(self._torch.from_dlpack(array))
+        for state in self._optimizer.state.values():
+            state["step"].fill_(START_COUNT)
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -110,14 +120,11 @@ class TorchStepper:
         self._wait()
 
     def _wait(self) -> None:
-        if self._device == "cuda":
+        if jax.default_backend() == "gpu":
             self._torch.cuda.synchronize()
 
     def numbers(self) -> Numbers:
-        def to_jax(tensor: Any) -> jax.Array:
-            return jax.numpy.array(tensor.detach().cpu().numpy())
-
-        return Numbers(*([*map(to_jax, part)] for part in self._numbers))
+        return Numbers(*([*map(jax.dlpack.from_dlpack, x)] for x in self._numbers))
 
     def release(self) -> None:
         self._numbers = self._optimizer = self._take_step = None
