@@ -33,6 +33,7 @@ from jax_fused_adamw.bench._results import (
     Results,
     RowResult,
     Spread,
+    comparable_us,
 )
 from jax_fused_adamw.bench._rows import JAX_ROWS
 from jax_fused_adamw.bench._shapes import Leaves, num_parameters
@@ -127,7 +128,8 @@ class _Entry:
         # Where the device's time was lost, the host's does not stand in for it.
         if result.num_bytes and (self.device or not _has_profiler()):
             num_bytes = result.num_bytes * num_parameters(problem.leaves)
-            percent = percent_of_limit(num_bytes, result.step_us / 1e6, limit)
+            (step_us,) = comparable_us([result])
+            percent = percent_of_limit(num_bytes, step_us / 1e6, limit)
         return dataclasses.replace(result, percent_of_limit=percent)
 
 

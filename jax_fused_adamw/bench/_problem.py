@@ -17,7 +17,9 @@ B1 = 0.9
 B2 = 0.999
 EPS = 1e-8
 WEIGHT_DECAY = 0.01
-START_COUNT = 10  # steps that the start state has behind it
+# Steps that the start state has behind it: so few that a count which is off by one
+# shows. After ten, the two bias corrections all but cancel each other's change.
+START_COUNT = 2
 GRADIENT_SCALE = 1e-2  # gradients and first moments lie within +- this
 PARAMETER_SCALE = 0.1
 

@@ -7,7 +7,13 @@ from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
 from jax_fused_adamw.bench import BenchError
-from jax_fused_adamw.bench._results import MEASURED, ModelResult, Results, RowResult
+from jax_fused_adamw.bench._results import (
+    MEASURED,
+    ModelResult,
+    Results,
+    RowResult,
+    comparable_us,
+)
 
 PEER = "optax.adamw"
 ALLOWED_LOSS = 0.05
@@ -138,15 +144,10 @@ def print_comparison(before: Results, after: Results) -> None:
             f"{results.setting['dtype']} gradients, "
             f"amsgrad={results.setting['amsgrad']}"
         )
-    rows = [
-        [
-            f"{model} {name}",
-            f"{a.step_us:,.1f}",
-            f"{b.step_us:,.1f}",
-            f"{b.step_us / a.step_us:.3f}",
-        ]
-        for (model, name), a, b in pairs
-    ]
+    rows = []
+    for (model, name), *both in pairs:
+        a, b = comparable_us(both)
+        rows.append([f"{model} {name}", f"{a:,.1f}", f"{b:,.1f}", f"{b / a:.3f}"])
     _print_table(["row", "A us", "B us", "B / A"], rows)
 
 
@@ -212,11 +213,13 @@ def _figures(
     key: tuple[str, str], baseline: Results, results: Results
 ) -> list[tuple[str, float, float]]:
     """``name, before, after`` of what both runs have; more is better."""
-    speeds, percents = [], []
-    for measured in (_measured(baseline), _measured(results)):
-        row, peer = measured[key], measured.get((key[0], PEER))
-        speeds.append(None if peer is None else peer.step_us / row.step_us)
-        percents.append(row.percent_of_limit)
+    runs = [_measured(baseline), _measured(results)]
+    percents = [run[key].percent_of_limit for run in runs]
+    rows = [run.get(k) for run in runs for k in (key, (key[0], PEER))]
+    speeds = [None, None]
+    if None not in rows:
+        ours, theirs, our_new, their_new = comparable_us(rows)
+        speeds = [theirs / ours, their_new / our_new]
     figures = [
         (f"speed as a multiple of {PEER}'s", *speeds),
         ("percent of the limit", *percents),

@@ -56,13 +56,6 @@ class RowResult:
     peak_bytes: int | None = None
     percent_of_limit: float | None = None
 
-    @property
-    def step_us(self) -> float:
-        """Median time of a step: the device's where it is known, else wall time."""
-        if self.device_us is not None:
-            return self.device_us.median
-        return 1e3 * self.wall_ms.median
-
 
 @dataclasses.dataclass(frozen=True)
 class ModelResult:
@@ -96,6 +89,17 @@ class Results:
         for model in self.models:
             for row in model.rows:
                 yield model.name, row
+
+
+def comparable_us(rows: Sequence[RowResult]) -> list[float]:
+    """Median time of a step of each measured row.
+
+    The device's where every row has it, else wall time of all: never one against the
+    other.
+    """
+    if all(row.device_us is not None for row in rows):
+        return [row.device_us.median for row in rows]
+    return [1e3 * row.wall_ms.median for row in rows]
 
 
 def write(results: Results, path: pathlib.Path) -> None:
