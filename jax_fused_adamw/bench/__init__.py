@@ -1,0 +1,9 @@
+"""Times the optimizer step on this machine: ours, optax's, a staged one, PyTorch's.
+
+``python -m jax_fused_adamw.bench`` runs it, ``--help`` names its options. It needs
+``pip install "jax_fused_adamw[bench]"``.
+"""
+
+
+class BenchError(Exception):
+    """What stops the bench and the user can put right, told in one line."""

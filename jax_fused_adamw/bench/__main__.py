@@ -1,0 +1,235 @@
+"""The command line: the options, and one line for whatever is wrong."""
+
+import argparse
+import importlib.util
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+from jax_fused_adamw.bench import BenchError
+from jax_fused_adamw.bench._shapes import (
+    SHAPES,
+    Leaves,
+    import_shapes,
+    named,
+    read_shapes,
+)
+
+_QUICK_SHAPES = ("mlp", "resnet50")
+_ITERATIONS = {"cpu": 10, "gpu": 100}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells a wrong option as every other mistake is told, without the usage."""
+
+    def error(self, message: str):
+        raise BenchError(message)
+
+
+def _whole_number(low: int, high: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        if not text.isdecimal() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number from {low} to {high}, got {text!r}"
+            )
+        return int(text)
+
+    return convert
+
+
+def _path(text: str) -> pathlib.Path:
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got ''")
+    return pathlib.Path(text)
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m jax_fused_adamw.bench",
+        description="Times optimizer steps on float32 parameters, each against the "
+        "bandwidth of a copy in the same run. A row whose numbers are wrong shows no "
+        "time, and makes the exit status 1; a row that cannot run here says why.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    _add_models(parser.add_argument_group("what to update"))
+    add("--rows", nargs="+", metavar="ROW", help="some of the rows (default: all)")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="of the gradients (default %(default)s)",
+    )
+    add("--amsgrad", action="store_true", help="AMSGrad instead of AdamW")
+    add(
+        "--iterations",
+        type=_whole_number(1, 100_000),
+        metavar="N",
+        help="steps of a batch (default {cpu} on a CPU, {gpu} on a GPU)".format(
+            **_ITERATIONS
+        ),
+    )
+    add(
+        "--samples",
+        type=_whole_number(1, 10_000),
+        default=5,
+        metavar="N",
+        help="timed batches of every row (default %(default)s)",
+    )
+    _add_files(parser.add_argument_group("files"))
+    return parser
+
+
+def _add_models(group) -> None:
+    group.add_argument(
+        "--shape",
+        nargs="+",
+        choices=SHAPES,
+        metavar="NAME",
+        default=[],
+        help=f"of {', '.join(SHAPES)} (default: all on a GPU, else "
+        f"{' and '.join(_QUICK_SHAPES)})",
+    )
+    group.add_argument(
+        "--shapes",
+        type=_path,
+        metavar="FILE",
+        help='JSON: {"name": [[2, 3], [3]], ...}',
+    )
+    group.add_argument(
+        "--module",
+        metavar="PKG:FUNCTION",
+        help="a function without arguments that returns parameters or their shapes",
+    )
+    group.add_argument(
+        "--elements",
+        type=_whole_number(1, 2**31 - 1),
+        metavar="N",
+        help="one leaf of N parameters",
+    )
+
+
+def _add_files(group) -> None:
+    group.add_argument("--json", type=_path, metavar="FILE", help="save the results")
+    group.add_argument(
+        "--plot", type=_path, metavar="FILE", help="draw the percentages of the limit"
+    )
+    group.add_argument(
+        "--compare",
+        nargs=2,
+        type=_path,
+        metavar=("A", "B"),
+        help="print two result files side by side, and measure nothing",
+    )
+    group.add_argument(
+        "--check",
+        type=_path,
+        metavar="BASELINE",
+        help="exit with 1 where ours, as a ratio to optax.adamw or a percentage of the "
+        "limit, has lost more than 5 %% against this result file",
+    )
+
+
+def _require_packages() -> None:
+    for name in ("matplotlib", "tqdm"):
+        if importlib.util.find_spec(name) is None:
+            raise BenchError(f'{name} is missing: pip install "jax_fused_adamw[bench]"')
+
+
+def _models(options: argparse.Namespace, platform: str) -> dict[str, Leaves]:
+    models = {name: named(name) for name in options.shape}
+    if options.shapes is not None:
+        models |= read_shapes(options.shapes)
+    if options.module is not None:
+        models |= import_shapes(options.module)
+    if options.elements is not None:
+        models[f"{options.elements:,} elements"] = [(options.elements,)]
+    default = SHAPES if platform == "gpu" else _QUICK_SHAPES
+    return models or {name: named(name) for name in default}
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    options = _make_parser().parse_args(argv)
+    _require_packages()
+    # Not at the top: they import the packages that may be missing.
+    from jax_fused_adamw.bench import _experiment, _report, _results
+
+    if options.compare is not None:
+        _report.print_comparison(*map(_results.read, options.compare))
+        return 0
+    _check_paths(options)
+    if options.plot is not None:
+        _report.check_plot_path(options.plot)
+    baseline = None if options.check is None else _results.read(options.check)
+    unknown = set(options.rows or ()) - set(_experiment.ROWS)
+    if unknown:
+        raise BenchError(
+            f"argument --rows: expected some of {', '.join(_experiment.ROWS)}; got "
+            f"{', '.join(sorted(unknown))}"
+        )
+    platform = _platform()
+    rows = [_experiment.ROWS[name] for name in options.rows or _experiment.ROWS]
+    how = _experiment.Options(
+        dtype=options.dtype,
+        amsgrad=options.amsgrad,
+        iterations=options.iterations or _ITERATIONS.get(platform, 10),
+        samples=options.samples,
+    )
+    results = _experiment.run_bench(_models(options, platform), rows, how)
+    _report.print_results(results)
+    if options.json is not None:
+        _results.write(results, options.json)
+    if options.plot is not None:
+        _report.save_plot(results, options.plot)
+    losses = [] if baseline is None else _report.find_losses(baseline, results)
+    for loss in losses:
+        print(f"LOST: {loss}")
+    wrong = any(row.status == _results.WRONG for _, row in results.rows())
+    return 1 if wrong or losses else 0
+
+
+def _check_paths(options: argparse.Namespace) -> None:
+    """Finds a folder that is missing before the measurement, not after it."""
+    for name in ("json", "plot"):
+        path = getattr(options, name)
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise BenchError(
+                f"--{name} {str(path)!r}: expected a file in a folder that exists"
+            )
+
+
+def _platform() -> str:
+    import jax
+
+    try:
+        return jax.default_backend()
+    except RuntimeError as error:
+        raise BenchError(str(error).splitlines()[0]) from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the bench.
+
+    Args:
+      argv: the options; None takes those of the process.
+
+    Returns:
+      The exit status: 0; 1 where a row is wrong or ``--check`` finds a loss; 2 after
+      one line on stderr that says what is wrong with the command.
+    """
+    try:
+        return _run(argv)
+    except BenchError as error:
+        print(f"jax_fused_adamw.bench: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    # JAX would take three quarters of a GPU's memory, and torch's rows need some too.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # torch's CPU threads would spin, and fight with JAX's for the same processors.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # A path in the output may hold what the terminal's encoding does not.
+    sys.stdout.reconfigure(errors="backslashreplace")
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""What is printed, drawn and compared."""
+
+import pathlib
+from collections.abc import Sequence
+
+from matplotlib.backend_bases import FigureCanvasBase
+from matplotlib.figure import Figure
+
+from jax_fused_adamw.bench import BenchError
+from jax_fused_adamw.bench._results import (
+    MEASURED,
+    ModelResult,
+    Results,
+    RowResult,
+    comparable_us,
+)
+
+PEER = "optax.adamw"
+ALLOWED_LOSS = 0.05
+_COLUMNS = (
+    "row",
+    "device us",
+    "launches",
+    "wall ms",
+    "min",
+    "max",
+    "compile s",
+    "peak MB",
+    "bytes",
+    "% of limit",
+)
+
+
+def print_results(results: Results) -> None:
+    """The machine, the limit, and a table for every model."""
+    machine, setting, limit = results.machine, results.setting, results.limit
+    print(
+        f"{machine['device']} ({machine['processor']}, {machine['num_processors']} "
+        f"processors), jax {machine['versions']['jax']}, {machine['date']}\n"
+        f"{setting['dtype']} gradients, amsgrad={setting['amsgrad']}, medians of "
+        f"{setting['samples']} batches of {setting['iterations']} steps\n"
+        f"limit: {limit['gb_per_s']:,.1f} GB/s, {limit['method']}"
+    )
+    for model in results.models:
+        leaves = "leaf" if model.num_leaves == 1 else "leaves"
+        print(
+            f"\n{model.name}: {model.num_parameters:,} parameters in "
+            f"{model.num_leaves:,} {leaves}"
+        )
+        _print_table(_COLUMNS, [_cells(row) for row in model.rows])
+        for row in model.rows:
+            if row.reason is not None:
+                print(f"  {row.name} {row.status}: {row.reason}")
+    print(
+        "\nbytes: memory traffic of a parameter, counted, not measured. % of limit: the"
+        "\ntime in which a copy moves as much, over the step's; beyond 100 it came from"
+        "\na cache."
+    )
+
+
+def _cells(row: RowResult) -> list[str]:
+    if row.status != MEASURED:
+        return [row.name, row.status.upper(), *[""] * (len(_COLUMNS) - 2)]
+    wall, device = row.wall_ms, row.device_us
+    return [
+        row.name,
+        _number(device and device.median, ",.1f"),
+        _number(row.launches, "d"),
+        _number(wall.median, ",.3f"),
+        _number(wall.min, ",.3f"),
+        _number(wall.max, ",.3f"),
+        _number(row.compile_s, ".2f"),
+        _number(row.peak_bytes and row.peak_bytes / 1e6, ",.1f"),
+        _number(row.num_bytes, "d"),
+        _number(row.percent_of_limit, ".1f"),
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Right-aligned but for the first column."""
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for first, *others in lines:
+        cells = [cell.rjust(w) for cell, w in zip(others, widths[1:], strict=True)]
+        print("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+
+
+def check_plot_path(path: pathlib.Path) -> None:
+    """Raises a BenchError where matplotlib knows no such kind of file."""
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        raise BenchError(
+            f"--plot {str(path)!r}: expected a name that ends in one of "
+            f"{', '.join('.' + kind for kind in kinds)}"
+        )
+
+
+def save_plot(results: Results, path: pathlib.Path) -> None:
+    """Draws a bar for the share of the limit that every measured row reaches."""
+    figure = Figure(figsize=(8, 1 + 2.6 * len(results.models)), layout="constrained")
+    axes = figure.subplots(len(results.models), sharex=True, squeeze=False)[:, 0]
+    for ax, model in zip(axes, results.models, strict=True):
+        _plot_model(ax, model)
+    axes[-1].set_xlabel(
+        f"percent of the limit, a copy at {results.limit['gb_per_s']:,.0f} GB/s"
+    )
+    figure.suptitle(results.machine["device"])
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise BenchError(f"--plot {str(path)!r}: cannot write: {error}") from error
+
+
+def _plot_model(ax, model: ModelResult) -> None:
+    rows = [row for row in model.rows if row.percent_of_limit is not None][::-1]
+    percents = [row.percent_of_limit for row in rows]
+    colors = ["C0" if row.ours else "0.6" for row in rows]
+    bars = ax.barh([row.name for row in rows], percents, color=colors)
+    ax.bar_label(bars, fmt="%.0f", padding=3)
+    ax.axvline(100, color="C3", linewidth=1)
+    ax.set_title(f"{model.name}, {model.num_parameters:,} parameters", fontsize=10)
+    ax.margins(x=0.1)
+
+
+def print_comparison(before: Results, after: Results) -> None:
+    """The time of every row that both have measured.
+
+    Raises:
+      BenchError: nothing that both have measured.
+    """
+    old = _measured(before)
+    pairs = [
+        (key, old[key], row) for key, row in _measured(after).items() if key in old
+    ]
+    if not pairs:
+        raise BenchError("--compare: the two files have no measured row in common")
+    for title, results in (("A", before), ("B", after)):
+        print(
+            f"{title}: {results.machine['device']}, {results.machine['date']}, "
+            f"{results.setting['dtype']} gradients, "
+            f"amsgrad={results.setting['amsgrad']}"
+        )
+    rows = []
+    for (model, name), *both in pairs:
+        a, b = comparable_us(both)
+        rows.append([f"{model} {name}", f"{a:,.1f}", f"{b:,.1f}", f"{b / a:.3f}"])
+    _print_table(["row", "A us", "B us", "B / A"], rows)
+
+
+def _measured(results: Results) -> dict[tuple[str, str], RowResult]:
+    return {
+        (model, row.name): row
+        for model, row in results.rows()
+        if row.status == MEASURED
+    }
+
+
+def find_losses(baseline: Results, results: Results) -> list[str]:
+    """Where this package has become slower by more than 5 %, one line each.
+
+    Times are not compared, since machines drift, but what is relative to the same run:
+    the ratio to ``optax.adamw``, and the percentage of the limit.
+
+    Args:
+      baseline: an earlier run.
+      results: of the same dtype and AMSGrad on the same device.
+
+    Raises:
+      BenchError: runs that cannot be compared, or have no row in common.
+    """
+    _require_comparable(baseline, results)
+    new = {(model, row.name): row for model, row in results.rows()}
+    losses, num_compared = [], 0
+    for key, before in _measured(baseline).items():
+        if not before.ours or key not in new:
+            continue
+        num_compared += 1
+        after, title = new[key], " ".join(key)
+        if after.status != MEASURED:
+            losses.append(f"{title} is {after.status}: {after.reason}")
+            continue
+        losses += [
+            f"{title}: {name} fell from {old:.3g} to {figure:.3g}"
+            for name, old, figure in _figures(key, baseline, results)
+            if figure < old * (1 - ALLOWED_LOSS)
+        ]
+    if not num_compared:
+        raise BenchError("--check: no row of this package is in both runs")
+    return losses
+
+
+def _require_comparable(baseline: Results, results: Results) -> None:
+    machine = ("device", "processor") if _on_cpu(results) else ("device",)
+    for kind, names in (("machine", machine), ("setting", ("dtype", "amsgrad"))):
+        for name in names:
+            old, new = getattr(baseline, kind)[name], getattr(results, kind)[name]
+            if old != new:
+                raise BenchError(
+                    f"--check: the baseline's {name} is {old!r} and this run's {new!r};"
+                    " measure a baseline for it with --json"
+                )
+
+
+def _on_cpu(results: Results) -> bool:
+    return results.machine["platform"] == "cpu"
+
+
+def _figures(
+    key: tuple[str, str], baseline: Results, results: Results
+) -> list[tuple[str, float, float]]:
+    """``name, before, after`` of what both runs have; more is better."""
+    runs = [_measured(baseline), _measured(results)]
+    percents = [run[key].percent_of_limit for run in runs]
+    rows = [run.get(k) for run in runs for k in (key, (key[0], PEER))]
+    speeds = [None, None]
+    if None not in rows:
+        ours, theirs, our_new, their_new = comparable_us(rows)
+        speeds = [theirs / ours, their_new / our_new]
+    figures = [
+        (f"speed as a multiple of {PEER}'s", *speeds),
+        ("percent of the limit", *percents),
+    ]
+    return [figure for figure in figures if None not in figure]
