@@ -367,6 +367,19 @@ def test_no_memory_blocks_the_row(run_bench, monkeypatch):
     assert statuses(results)["tiny", "step"] == "measured"
 
 
+def test_a_row_that_crashes_fails_the_command(run_bench, monkeypatch):
+    def build(problem):
+        raise RuntimeError("INTERNAL: something broke\nmore of it")
+
+    row = dataclasses.replace(ROWS["update"], build=build)
+    monkeypatch.setitem(_experiment.ROWS, "update", row)
+    status, results = run_bench("--rows", "update", "step")
+    assert status == 1
+    assert statuses(results)["tiny", "update"] == "failed"
+    assert reasons(results)["update"] == "INTERNAL: something broke"
+    assert statuses(results)["tiny", "step"] == "measured"
+
+
 # --- Arithmetic -----------------------------------------------------------------------
 
 

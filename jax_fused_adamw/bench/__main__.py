@@ -185,7 +185,8 @@ def _run(argv: Sequence[str] | None) -> int:
     losses = [] if baseline is None else _report.find_losses(baseline, results)
     for loss in losses:
         print(f"LOST: {loss}")
-    wrong = any(row.status == _results.WRONG for _, row in results.rows())
+    bad = (_results.WRONG, _results.FAILED)
+    wrong = any(row.status in bad for _, row in results.rows())
     return 1 if wrong or losses else 0
 
 

@@ -27,6 +27,7 @@ from jax_fused_adamw.bench._measure import (
 from jax_fused_adamw.bench._problem import Blocked, Numbers, Problem, Row, Stepper
 from jax_fused_adamw.bench._results import (
     BLOCKED,
+    FAILED,
     MEASURED,
     WRONG,
     ModelResult,
@@ -226,13 +227,15 @@ def _run_batch(entry: _Entry, expected: _Expected, profiled: bool = False) -> fl
 
 @contextlib.contextmanager
 def _stopping(entry: _Entry):
-    """Blocks the entry where it cannot run here: no package, no kernel, no memory."""
+    """Blocked where the row cannot run here (no package, no memory), else failed."""
     try:
         yield
     except Blocked as error:
         entry.stop(BLOCKED, str(error))
-    except RuntimeError as error:  # both JAX's and torch's, for out of memory too
-        entry.stop(BLOCKED, _first_line(error))
+    except RuntimeError as error:  # both JAX's and torch's
+        line = _first_line(error)
+        out_of_memory = "RESOURCE_EXHAUSTED" in line or "out of memory" in line
+        entry.stop(BLOCKED if out_of_memory else FAILED, line)
 
 
 def _first_line(error: Exception) -> str:

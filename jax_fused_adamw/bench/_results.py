@@ -10,7 +10,7 @@ from typing import Any
 from jax_fused_adamw.bench import BenchError
 
 SCHEMA = 1
-MEASURED, WRONG, BLOCKED = "measured", "wrong", "blocked"
+MEASURED, WRONG, BLOCKED, FAILED = "measured", "wrong", "blocked", "failed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,8 @@ class RowResult:
     Attributes:
       name: of the row.
       ours: whether it is this package's.
-      status: ``"measured"``, ``"wrong"`` or ``"blocked"``.
+      status: ``"measured"``, ``"wrong"``, ``"blocked"`` (it cannot run here) or
+        ``"failed"``.
       reason: why it is not measured, or a measured one has no device time.
       num_bytes: counted memory traffic of a parameter.
       wall_ms: of a step, one number a sample.
