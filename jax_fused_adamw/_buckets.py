@@ -157,12 +157,20 @@ class _Dataflow:
             numbers |= zip(map(id, equation.outvars), results, strict=True)
             return
         results = [self._number(variable, numbers) for variable in equation.outvars]
-        depth = 1 + max((self._depth[x] for x in operands), default=0)
-        for result in results:
+        if equation.primitive.name == "optimization_barrier":
+            # Each result is one of the operands, under another name.
+            for operand, result in zip(operands, results, strict=True):
+                self._append(_Equation([operand], [result]))
+        else:
+            self._append(_Equation(operands, results))
+
+    def _append(self, equation: _Equation) -> None:
+        depth = 1 + max((self._depth[x] for x in equation.operands), default=0)
+        for result in equation.results:
             self._depth[result] = depth
-        for operand in operands:
+        for operand in equation.operands:
             self._readers[operand].append(len(self.equations))
-        self.equations.append(_Equation(operands, results))
+        self.equations.append(equation)
 
     def _inline(self, body: core.Jaxpr, operands: list[int]) -> list[int]:
         numbers = dict(zip(map(id, body.invars), operands, strict=True))

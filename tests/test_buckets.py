@@ -206,6 +206,7 @@ LAYER_KINDS = {
     "scaled": lambda x, w: _dot(x, w * 0.5),
     "named": lambda x, w: _dot(x, checkpoint_name(w, "w")),
     "barrier": lambda x, w: _dot(x, jax.lax.optimization_barrier(w)),
+    "barrier of two": lambda x, w: _dot(*jax.lax.optimization_barrier((x, w))),
     "einsum": lambda x, w: jnp.tanh(jnp.einsum("bi,oi->bo", x, w)),
     "checkpoint": jax.checkpoint(_dot),
     "jit": jax.jit(_dot),
