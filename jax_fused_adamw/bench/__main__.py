@@ -3,10 +3,10 @@
 import argparse
 import importlib.util
 import os
-import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from jax_fused_adamw._command_line import Parser, path, whole_number
 from jax_fused_adamw.bench import BenchError
 from jax_fused_adamw.bench._shapes import (
     SHAPES,
@@ -20,37 +20,13 @@ _QUICK_SHAPES = ("mlp", "resnet50")
 _ITERATIONS = {"cpu": 10, "gpu": 100}
 
 
-class _Parser(argparse.ArgumentParser):
-    """Tells a wrong option as every other mistake is told, without the usage."""
-
-    def error(self, message: str):
-        raise BenchError(message)
-
-
-def _whole_number(low: int, high: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        if not text.isdecimal() or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(
-                f"expected a whole number from {low} to {high}, got {text!r}"
-            )
-        return int(text)
-
-    return convert
-
-
-def _path(text: str) -> pathlib.Path:
-    if not text:
-        raise argparse.ArgumentTypeError("expected a path, got ''")
-    return pathlib.Path(text)
-
-
 def _make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
+        BenchError,
         prog="python -m jax_fused_adamw.bench",
         description="Times optimizer steps on float32 parameters, each against the "
         "bandwidth of a copy in the same run. A row whose numbers are wrong shows no "
         "time, and makes the exit status 1; a row that cannot run here says why.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     _add_models(parser.add_argument_group("what to update"))
@@ -64,7 +40,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--amsgrad", action="store_true", help="AMSGrad instead of AdamW")
     add(
         "--iterations",
-        type=_whole_number(1, 100_000),
+        type=whole_number(1, 100_000),
         metavar="N",
         help="steps of a batch (default {cpu} on a CPU, {gpu} on a GPU)".format(
             **_ITERATIONS
@@ -72,7 +48,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--samples",
-        type=_whole_number(1, 10_000),
+        type=whole_number(1, 10_000),
         default=5,
         metavar="N",
         help="timed batches of every row (default %(default)s)",
@@ -93,7 +69,7 @@ def _add_models(group) -> None:
     )
     group.add_argument(
         "--shapes",
-        type=_path,
+        type=path,
         metavar="FILE",
         help='JSON: {"name": [[2, 3], [3]], ...}',
     )
@@ -104,27 +80,27 @@ def _add_models(group) -> None:
     )
     group.add_argument(
         "--elements",
-        type=_whole_number(1, 2**31 - 1),
+        type=whole_number(1, 2**31 - 1),
         metavar="N",
         help="one leaf of N parameters",
     )
 
 
 def _add_files(group) -> None:
-    group.add_argument("--json", type=_path, metavar="FILE", help="save the results")
+    group.add_argument("--json", type=path, metavar="FILE", help="save the results")
     group.add_argument(
-        "--plot", type=_path, metavar="FILE", help="draw the percentages of the limit"
+        "--plot", type=path, metavar="FILE", help="draw the percentages of the limit"
     )
     group.add_argument(
         "--compare",
         nargs=2,
-        type=_path,
+        type=path,
         metavar=("A", "B"),
         help="print two result files side by side, and measure nothing",
     )
     group.add_argument(
         "--check",
-        type=_path,
+        type=path,
         metavar="BASELINE",
         help="exit with 1 where ours, as a ratio to optax.adamw or a percentage of the "
         "limit, has lost more than 5 %% against this result file",

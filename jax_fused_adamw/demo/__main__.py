@@ -2,56 +2,32 @@
 
 import argparse
 import importlib.util
-import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from jax_fused_adamw._command_line import Parser, path, whole_number
 from jax_fused_adamw.demo import DemoError
 from jax_fused_adamw.demo._data import read_corpus
 
 _OPTIMIZERS = {"both": ("fused", "optax"), "fused": ("fused",), "optax": ("optax",)}
 
 
-class _Parser(argparse.ArgumentParser):
-    """Tells a wrong option as every other mistake is told, without the usage."""
-
-    def error(self, message: str):
-        raise DemoError(message)
-
-
-def _whole_number(low: int, high: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        if not text.isdecimal() or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(
-                f"expected a whole number from {low} to {high}, got {text!r}"
-            )
-        return int(text)
-
-    return convert
-
-
-def _path(text: str) -> pathlib.Path:
-    if not text:
-        raise argparse.ArgumentTypeError("expected a path, got ''")
-    return pathlib.Path(text)
-
-
 def _parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
+        DemoError,
         prog="python -m jax_fused_adamw.demo",
         description="Trains a small byte-level GPT with fused_adamw, then again with "
         "optax.adamw from the same start on the same batches, and compares the two.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--steps",
-        type=_whole_number(1, 100_000),
+        type=whole_number(1, 100_000),
         default=800,
         help="training steps of each run (default %(default)s)",
     )
     parser.add_argument(
         "--data",
-        type=_path,
+        type=path,
         metavar="PATH",
         help="a text file or a folder of them (default: Python's standard library)",
     )
@@ -63,14 +39,14 @@ def _parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--out",
-        type=_path,
+        type=path,
         metavar="FOLDER",
         default="demo_output",
         help="where plot and results are saved (default %(default)s)",
     )
     parser.add_argument(
         "--seed",
-        type=_whole_number(0, 2**31 - 1),
+        type=whole_number(0, 2**31 - 1),
         default=0,
         help="of the first parameters, the batches, the sample (default %(default)s)",
     )
