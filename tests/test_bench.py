@@ -245,7 +245,8 @@ def test_rows_take_turns_from_one_start_in_alternating_order(run_bench, monkeypa
     run_batch = _experiment._run_batch
 
     def recorded(entry, expected, **options):
-        batches.append(entry.row.name)
+        if not options.get("profiled"):  # a GPU has one more after each timed batch
+            batches.append(entry.row.name)
         return run_batch(entry, expected, **options)
 
     monkeypatch.setattr(_experiment, "_run_batch", recorded)

@@ -17,7 +17,7 @@ from jax_fused_adamw.bench._shapes import (
 )
 
 _QUICK_SHAPES = ("mlp", "resnet50")
-_ITERATIONS = {"cpu": 10, "gpu": 100}
+_ITERATIONS = {"cpu": 10, "gpu": 20}
 
 
 def _make_parser() -> argparse.ArgumentParser:
