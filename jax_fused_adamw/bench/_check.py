@@ -83,9 +83,9 @@ def tolerances(steps: int) -> dict[str, tuple[float, float]]:
     # Moments of opposite sign cancel, so mu errs by its terms' size: three roundings a
     # step of terms within the gradients' scale, forgotten at the rate 1 - b1.
     mu = (3 * _ULP * GRADIENT_SCALE / (1 - B1), 0.0)
-    # Sums of squares do not cancel: three roundings a step, forgotten at 1 - b2. Where b2
-    # itself is a float32 (torch's fused CUDA kernel), 1 - b2 errs by b2's rounding. The
-    # maximum may be the corrected one, which inherits the correction's error.
+    # Sums of squares do not cancel: three roundings a step, forgotten at 1 - b2. Where
+    # b2 itself is a float32 (torch's fused CUDA kernel), 1 - b2 errs by b2's rounding.
+    # The maximum may be the corrected one, which inherits the correction's error.
     remembered = min(steps, 1 / (1 - B2))
     nu = (remembered * _ULP / 4 * GRADIENT_SCALE**2, remembered * 3 * _ULP)
     return {"params": params, "mu": mu, "nu": nu, "nu_max": (nu[0], nu[1] + 5e-5)}
