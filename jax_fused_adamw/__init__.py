@@ -2,12 +2,15 @@
 
 from jax_fused_adamw._adamw_step import adamw_step as adamw_step
 from jax_fused_adamw._alias import fused_adamw as fused_adamw
+from jax_fused_adamw._clip import ClipByGlobalNormState as ClipByGlobalNormState
+from jax_fused_adamw._clip import clip_by_global_norm as clip_by_global_norm
 from jax_fused_adamw._ffi import KernelInfo as KernelInfo
 from jax_fused_adamw._ffi import NativeModule as NativeModule
 from jax_fused_adamw._ffi import kernel_info as kernel_info
 from jax_fused_adamw._in_place import InPlaceUpdate as InPlaceUpdate
 from jax_fused_adamw._in_place import step as step
 from jax_fused_adamw._stats import GradReport as GradReport
+from jax_fused_adamw._stats import grad_stats as grad_stats
 from jax_fused_adamw._stats_plan import StatsPlan as StatsPlan
 from jax_fused_adamw._transform import FusedAdamW as FusedAdamW
 from jax_fused_adamw._transform import FusedAdamWState as FusedAdamWState

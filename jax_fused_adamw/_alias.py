@@ -1,5 +1,6 @@
 """The public optimizer, with its documentation and the checks of its options."""
 
+import math
 import numbers
 from typing import Any
 
@@ -12,7 +13,6 @@ from jax_fused_adamw._hyperparams import ScalarOrSchedule, check_hyperparameter
 from jax_fused_adamw._transform import FusedAdamW, Options, make_transformation
 
 _AMSGRAD = {False: "off", True: "uncorrected", "optax": "corrected"}
-_IMPLEMENTATIONS = {None: "ffi", "ffi": "ffi", "xla": "xla"}
 
 
 def fused_adamw(
@@ -33,6 +33,7 @@ def fused_adamw(
     stochastic_rounding: bool = True,
     seed: Any = 0,
     max_grad_norm: Any = None,
+    max_grad_value: Any = None,
     skip_nonfinite: bool | None = None,
     lr_scale: Any = None,
     ema_decay: Any = None,
@@ -78,13 +79,19 @@ def fused_adamw(
     ``None`` and ``optax.MaskedNode`` pass through. The update has the dtype of its
     parameter. Gradients may be of any of the three dtypes, leaf by leaf.
 
-    ``update`` and ``step`` take two more arguments, both data on the device:
+    ``update`` and ``step`` take three more arguments, all data on the device:
 
     * ``skip_update``: a bool or integer scalar. Non-zero leaves parameters, moments
       and count bit-identical and adds one to ``state.skipped`` and
       ``state.consecutive``; no host synchronisation, no ``lax.cond``.
     * ``gradient_scale``: the loss scale that the gradients carry; they are divided by
       it once. A value that is not positive and finite turns every gradient into NaN.
+    * ``report``: a :class:`GradReport` of :func:`grad_stats` in place of the step's own
+      analysis, so that several groups (``optax.multi_transform``) are clipped and
+      skipped as one. Without ``max_grad_norm`` and ``skip_nonfinite`` nothing reads it.
+
+    After a step with ``max_grad_norm`` or ``skip_nonfinite``, ``state.report`` tells
+    the norm, largest magnitude and non-finite count of :math:`g`, before clipping.
 
     Args:
       learning_rate: a float, a scalar array, or a schedule of ``state.count`` (the
@@ -109,8 +116,15 @@ def fused_adamw(
       stochastic_rounding: concerns moments stored below float32, which do not exist
         yet; with float32 moments nothing is rounded either way.
       seed: an integer, for the noise of ``stochastic_rounding``.
-      max_grad_norm: not built yet.
-      skip_nonfinite: not built yet (``None`` and ``False`` are accepted).
+      max_grad_norm: a float or a scalar array: gradients of which the global norm
+        exceeds it are scaled to it, :math:`g` to
+        :math:`(g / \text{norm}) \cdot \text{max\_grad\_norm}`. One more pass reads
+        the gradients before the step, of all leaves of this optimizer.
+      max_grad_value: limits each element of :math:`g` to plus or minus this; a NaN
+        stays one. Not together with ``max_grad_norm``.
+      skip_nonfinite: skip a step with a NaN or infinite element of :math:`g` anywhere,
+        as ``skip_update`` does. ``None`` is True with ``max_grad_norm``, else False.
+        Clipped by the norm but not skipped, such a step makes every gradient NaN.
       lr_scale: not built yet.
       ema_decay: not built yet.
       packed_state: not built yet.
@@ -180,6 +194,7 @@ def fused_adamw(
         "weight_decay": weight_decay,
     }.items():
         check_hyperparameter(name, value)
+    clip, max_grad = _choose_clip(max_grad_norm, max_grad_value)
     if not callable(mask):
         _checks.check_mask_values(mask)
     _checks.check_static("mu_dtype", mu_dtype)
@@ -193,8 +208,6 @@ def fused_adamw(
     _check_float32("nu_dtype", nu_dtype)
     _check_not_built(
         master_weights=master_weights,
-        max_grad_norm=max_grad_norm,
-        skip_nonfinite=skip_nonfinite,
         lr_scale=lr_scale,
         ema_decay=ema_decay,
         packed_state=packed_state,
@@ -206,6 +219,9 @@ def fused_adamw(
         alias=alias,
         in_place=in_place,
     )
+    if skip_nonfinite is None:
+        skip_nonfinite = clip == "norm"
+    _check_flags(skip_nonfinite=skip_nonfinite)
     _check_seed(seed)
     return make_transformation(
         Options(
@@ -217,14 +233,34 @@ def fused_adamw(
             weight_decay=weight_decay,
             mask=mask,
             nesterov=bool(nesterov),
-            amsgrad=_choose("amsgrad", amsgrad, _AMSGRAD),
+            amsgrad=_checks.choose("amsgrad", amsgrad, _AMSGRAD),
+            clip=clip,
+            max_grad=max_grad,
+            skip_nonfinite=bool(skip_nonfinite),
             maximize=bool(maximize),
             alias=bool(alias),
             in_place=bool(in_place),
             bucket_bytes=_check_bucket_bytes(bucket_bytes),
-            implementation=_choose("implementation", implementation, _IMPLEMENTATIONS),
+            implementation=_checks.choose(
+                "implementation", implementation, _checks.IMPLEMENTATIONS
+            ),
         )
     )
+
+
+def _choose_clip(max_grad_norm: Any, max_grad_value: Any) -> tuple[str, Any]:
+    if max_grad_norm is not None and max_grad_value is not None:
+        raise ValueError(
+            "fused_adamw: expected max_grad_norm or max_grad_value, got both; put "
+            "optax.clip(max_grad_value) in front of the optimizer for one of them"
+        )
+    if max_grad_norm is not None:
+        check_hyperparameter("max_grad_norm", max_grad_norm)
+        return "norm", max_grad_norm
+    if max_grad_value is not None:
+        check_hyperparameter("max_grad_value", max_grad_value)
+        return "value", max_grad_value
+    return "off", math.inf
 
 
 def _check_float32(name: str, dtype: Any) -> None:
@@ -273,11 +309,3 @@ def _check_bucket_bytes(bucket_bytes: Any) -> int:
             "call pass a number larger than the gradients"
         )
     return int(bucket_bytes)
-
-
-def _choose(name: str, value: Any, choices: dict[Any, str]) -> str:
-    if isinstance(value, (bool, str, type(None))) and value in choices:
-        return choices[value]
-    raise ValueError(
-        f"fused_adamw: {name} must be one of {list(choices)}, got {value!r}"
-    )

@@ -1,6 +1,7 @@
 """vmap of the update, for any mix of batched and unbatched operands."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -51,36 +52,29 @@ def _batch_members(update_call, config, axis_size, operands, in_batched):
     scalars_batched, _, buffers_batched = unflatten(config, in_batched)
     inner = () if config.members is None else (config.members,)
     members = axis_size * math.prod(inner)
-
-    def scalar(value_shape, x, has_batch: bool):
-        has_inner = x.ndim - has_batch > len(value_shape)
-        if not (has_batch or has_inner):
-            return x
-        x = _with_batch_axis(x, axis_size, has_batch)
-        if inner and not has_inner:
-            x = jnp.broadcast_to(x[:, None], (axis_size, *inner, *value_shape))
-        return x.reshape(members, *value_shape)
-
-    def leaf(x, has_batch: bool):
-        x = _with_batch_axis(x, axis_size, has_batch)
-        return x.reshape(members, *x.shape[1 + len(inner) :])
-
+    scalar = functools.partial(merge_scalar, axis_size, inner)
+    leaf = functools.partial(merge_leaf, axis_size, inner)
     lists = Scalars(
         *(
-            [scalar(value_shape, x, has) for x, has in zip(*kinds, strict=True)]
+            [scalar(x, has, value_shape) for x, has in zip(*kinds, strict=True)]
             for value_shape, *kinds in zip(
                 VALUE_SHAPES, listed(scalars), listed(scalars_batched), strict=True
             )
         )
     )
-    [count], [skip_update], [hyper_bits], traced, skip_counters = lists
-    counters = [count, *skip_counters]
+    counters = [*lists.count, *lists.skip_counters]
     # The kernel counts once, or for each member where anything tells members apart.
-    differ = any(x.ndim > 0 for x in (*counters, skip_update))
+    differ = any(x.ndim > 0 for x in (*counters, *lists.skip_update, *lists.nonfinite))
     if differ:
         counters = [jnp.broadcast_to(x, members) for x in counters]
     merged = Operands(
-        Scalars(counters[0], skip_update, hyper_bits, traced, counters[1:]),
+        Scalars(
+            counters[0],
+            *lists.skip_update,
+            *lists.hyper_bits,
+            *lists[3:-1],
+            counters[1:],
+        ),
         after,
         Buffers(*(list(map(leaf, *kind)) for kind in zip(buffers, buffers_batched))),
     )
@@ -102,6 +96,31 @@ def _batch_members(update_call, config, axis_size, operands, in_batched):
             new_counters = [x[:, 0] for x in new_counters]
     batched = (True,) * len(leaves) + (differ,) * len(new_counters)
     return (*leaves, *new_counters), batched
+
+
+def merge_scalar(axis_size, inner, x, has_batch: bool, value_shape=()):
+    """A scalar of all members, or what it was where members share it.
+
+    Args:
+      axis_size: of the axis that vmap adds.
+      inner: the members' axis that is there already, as a shape: ``()`` or ``(n,)``.
+      x: its value, or one for each member of either axis.
+      has_batch: whether it has the new axis.
+      value_shape: of one value.
+    """
+    has_inner = x.ndim - has_batch > len(value_shape)
+    if not (has_batch or has_inner):
+        return x
+    x = _with_batch_axis(x, axis_size, has_batch)
+    if inner and not has_inner:
+        x = jnp.broadcast_to(x[:, None], (axis_size, *inner, *value_shape))
+    return x.reshape(axis_size * math.prod(inner), *value_shape)
+
+
+def merge_leaf(axis_size, inner, x, has_batch: bool):
+    """A leaf with one leading axis for all members, as :func:`merge_scalar`."""
+    x = _with_batch_axis(x, axis_size, has_batch)
+    return x.reshape(axis_size * math.prod(inner), *x.shape[1 + len(inner) :])
 
 
 def _with_batch_axis(x, axis_size: int, has_batch: bool):

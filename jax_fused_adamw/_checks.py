@@ -116,6 +116,13 @@ def _check_shape(tree: str, path: Any, leaf: Any, param: Any) -> None:
         )
 
 
+def check_grad_leaves(grads: Any) -> None:
+    """Raises TypeError for a gradient that the kernels cannot read."""
+    _check_dense("grads", grads)
+    for path, grad in tree_leaves_with_path(grads):
+        _check_leaf_dtype("grads", path, grad, _GRAD_REMEDY)
+
+
 def check_moments(name: str, moments: Any, params: Any) -> None:
     """Raises unless ``state.<name>`` is float32 and shaped like params."""
     tree = f"state.{name}"
@@ -142,15 +149,15 @@ def check_replication(params: Any, grads: Any, state: Any, scalars: Any) -> None
         f"state.{name}": getattr(state, name) for name in ("mu", "nu", "nu_max")
     }
     leaves = jax.tree.leaves((params, trees, scalars))
-    if not any(_varying(leaf) for leaf in leaves):
+    if not any(varying_axes(leaf) for leaf in leaves):
         return
     named_params = tree_leaves_with_path(params)
     for name, tree in trees.items():
         for (path, leaf), (_, param) in zip(tree_leaves_with_path(tree), named_params):
             # A gradient may be the same where its parameter varies; state may not.
-            differ = _varying(leaf) - _varying(param)
+            differ = varying_axes(leaf) - varying_axes(param)
             if name != "grads":
-                differ |= _varying(param) - _varying(leaf)
+                differ |= varying_axes(param) - varying_axes(leaf)
             if differ:
                 raise TypeError(
                     f"fused_adamw: {leaf_name(name, path)} varies over the mesh axes "
@@ -160,7 +167,7 @@ def check_replication(params: Any, grads: Any, state: Any, scalars: Any) -> None
                 )
     for scalar in jax.tree.leaves(scalars):
         for path, param in named_params:
-            if _varying(scalar) - _varying(param):
+            if varying_axes(scalar) - varying_axes(param):
                 raise TypeError(
                     "fused_adamw: a scalar of the step (skip_update, gradient_scale or "
                     f"a hyperparameter) varies over the mesh axes {_axes(scalar)}, "
@@ -169,14 +176,14 @@ def check_replication(params: Any, grads: Any, state: Any, scalars: Any) -> None
                 )
 
 
-def _varying(x: Any) -> frozenset[str]:
+def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes of an enclosing shard_map over which ``x`` may differ."""
     manual = getattr(jax.typeof(x), "manual_axis_type", None)
     return getattr(manual, "varying", frozenset())
 
 
 def _axes(x: Any) -> str:
-    return str(sorted(_varying(x)))
+    return str(sorted(varying_axes(x)))
 
 
 def check_counter(name: str, counter: Any) -> None:
@@ -187,6 +194,18 @@ def check_counter(name: str, counter: Any) -> None:
             f"fused_adamw: state.{name} must be an int32 scalar array, got "
             f"{counter!r}; pass the state that init or the previous step returned"
         )
+
+
+IMPLEMENTATIONS = {None: "ffi", "ffi": "ffi", "xla": "xla"}
+
+
+def choose(name: str, value: Any, choices: dict[Any, str]) -> str:
+    """What an option stands for; raises ValueError for one that is not a choice."""
+    if isinstance(value, (bool, str, type(None))) and value in choices:
+        return choices[value]
+    raise ValueError(
+        f"fused_adamw: {name} must be one of {list(choices)}, got {value!r}"
+    )
 
 
 def check_mask_values(tree: Any) -> None:

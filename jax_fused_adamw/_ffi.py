@@ -17,6 +17,8 @@ import jax
 import jaxlib
 
 UPDATE_TARGET = "jax_fused_adamw_update_v1"
+ANALYZE_TARGET = "jax_fused_adamw_analyze_gradient_v1"
+MERGE_TARGET = "jax_fused_adamw_merge_gradient_stats_v1"
 
 # XLA's oldest handler version that current frameworks accept.
 _OLDEST_FFI_API = (0, 1)

@@ -23,9 +23,11 @@ HYPERPARAMETERS = (
     "eps_root",
     "weight_decay",
     "gradient_scale",
+    "max_grad",
 )
 
 AMSGRAD_KINDS = ("off", "uncorrected", "corrected")  # by the value of jfa::Amsgrad
+CLIP_KINDS = ("off", "norm", "value")  # by the value of jfa::Clip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,10 @@ class UpdateConfig:
       traced: the hyperparameters that are operands of their own, in the order of
         :data:`HYPERPARAMETERS`.
       amsgrad: one of :data:`AMSGRAD_KINDS`.
+      clip: one of :data:`CLIP_KINDS`: what the hyperparameter ``max_grad`` limits. With
+        ``"norm"``, the norms are operands.
+      skip_nonfinite: the number of non-finite gradients is an operand, and skips the
+        step unless it is zero.
       nesterov: Nesterov's momentum, as optax's ``nesterov=True``.
       maximize: ascend instead of descend.
       write_params: return new parameters; otherwise the updates.
@@ -53,6 +59,8 @@ class UpdateConfig:
     decays: tuple[bool, ...]
     traced: tuple[str, ...] = ()
     amsgrad: str = "off"
+    clip: str = "off"
+    skip_nonfinite: bool = False
     nesterov: bool = False
     maximize: bool = False
     write_params: bool = True
@@ -72,7 +80,8 @@ class UpdateConfig:
 
     @property
     def num_scalars(self) -> int:
-        return 3 + len(self.traced) + (2 if self.count_step else 0)
+        analysis = 2 * (self.clip == "norm") + self.skip_nonfinite
+        return 3 + len(self.traced) + analysis + 2 * self.count_step
 
     @property
     def first_leaf(self) -> int:
@@ -93,12 +102,14 @@ class Scalars(NamedTuple):
 
     count: Any  # int32[]: steps applied before this one
     skip_update: Any  # bool[]
-    hyper_bits: Any  # uint32[7, 2]: float64 patterns, low word first
+    hyper_bits: Any  # uint32[8, 2]: float64 patterns, low word first
     traced: Sequence[Any]  # float32[] each, by UpdateConfig.traced
+    norms: Sequence[Any]  # float32[]: norm, scaled_norm, with clip="norm"
+    nonfinite: Sequence[Any]  # int32[]: one, with skip_nonfinite
     skip_counters: Sequence[Any]  # int32[]: skipped, consecutive, with count_step
 
 
-VALUE_SHAPES = Scalars((), (), (len(HYPERPARAMETERS), 2), (), ())
+VALUE_SHAPES = Scalars((), (), (len(HYPERPARAMETERS), 2), (), (), (), ())
 
 
 def listed(scalars: Scalars) -> Scalars:
@@ -157,11 +168,15 @@ def flatten(operands: Operands) -> list[Any]:
 
 def unflatten(config: UpdateConfig, flat: Sequence[Any]) -> Operands:
     count, skip_update, hyper_bits, *others = flat[: config.num_scalars]
-    traced, skip_counters = _cut(others, len(config.traced))
+    traced, others = _cut(others, len(config.traced))
+    norms, others = _cut(others, 2 * (config.clip == "norm"))
+    nonfinite, skip_counters = _cut(others, int(config.skip_nonfinite))
     after = flat[config.num_scalars : config.first_leaf]
     kinds = _by_kind(flat[config.first_leaf :], config.num_leaves)
     return Operands(
-        Scalars(count, skip_update, hyper_bits, traced, skip_counters),
+        Scalars(
+            count, skip_update, hyper_bits, traced, norms, nonfinite, skip_counters
+        ),
         after,
         Buffers(*kinds, *([] for _ in range(5 - len(kinds)))),
     )

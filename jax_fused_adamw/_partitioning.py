@@ -62,7 +62,7 @@ def partition(bind: Callable, config: UpdateConfig, mesh, operands, results):
     placements = [leaf.sharding for leaf in buffers.mu or buffers.params]
     member_spec = None
     if config.members is not None:
-        member_spec, placements = _align_members(mesh, placements)
+        member_spec, placements = align_members(mesh, placements)
 
     def scalar_sharding(shape: tuple[int, ...], x) -> NamedSharding:
         per_member = len(x.shape) > len(shape)
@@ -95,7 +95,7 @@ def partition(bind: Callable, config: UpdateConfig, mesh, operands, results):
     )
 
 
-def _align_members(mesh, placements):
+def align_members(mesh, placements):
     """One sharding of the member axis for all leaves: that of the first leaf."""
     specs = []
     for placement in placements:
@@ -109,10 +109,10 @@ def _align_members(mesh, placements):
             )
         specs.append(tuple(placement.spec))
     member_spec = next((spec[0] for spec in specs if spec), None)
-    used = {member_spec} if isinstance(member_spec, str) else set(member_spec or ())
+    used = spec_axes(member_spec)
 
     def free(axes) -> bool:
-        return used.isdisjoint({axes} if isinstance(axes, str) else set(axes or ()))
+        return set(used).isdisjoint(spec_axes(axes))
 
     aligned = [
         NamedSharding(
@@ -121,3 +121,8 @@ def _align_members(mesh, placements):
         for s in specs
     ]
     return member_spec, aligned
+
+
+def spec_axes(entry) -> tuple[str, ...]:
+    """The mesh axes of one entry of a ``PartitionSpec``."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())

@@ -25,6 +25,7 @@ from jax_fused_adamw import _ffi
 from jax_fused_adamw._batching import batching_rule
 from jax_fused_adamw._operands import (
     AMSGRAD_KINDS,
+    CLIP_KINDS,
     HYPERPARAMETERS,
     VALUE_SHAPES,
     Buffers,
@@ -80,7 +81,9 @@ def _update_shape_rule(*avals, config: UpdateConfig):
 
 
 def _check_scalars(config: UpdateConfig, scalars: Scalars) -> None:
-    dtypes = Scalars(np.int32, np.bool_, np.uint32, np.float32, np.int32)
+    dtypes = Scalars(
+        np.int32, np.bool_, np.uint32, np.float32, np.float32, np.int32, np.int32
+    )
     for name, kind, dtype, value_shape in zip(
         Scalars._fields, listed(scalars), dtypes, VALUE_SHAPES, strict=True
     ):
@@ -141,12 +144,14 @@ def _update_native_lowering(platform: str, ctx, *operands, config: UpdateConfig)
         ctx,
         *operands,
         amsgrad=np.int64(AMSGRAD_KINDS.index(config.amsgrad)),
+        clip=np.int64(CLIP_KINDS.index(config.clip)),
         count_step=np.bool_(config.count_step),
         decays=np.array(config.decays, np.uint8),
         maximize=np.bool_(config.maximize),
         members=np.int64(1 if config.members is None else config.members),
         nesterov=np.bool_(config.nesterov),
         num_after=np.int64(config.num_after),
+        skip_nonfinite=np.bool_(config.skip_nonfinite),
         traced=np.array([h in config.traced for h in HYPERPARAMETERS], np.uint8),
         write_params=np.bool_(config.write_params),
         zero_moments=np.bool_(config.zero_moments),

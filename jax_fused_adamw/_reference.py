@@ -50,6 +50,9 @@ class _Step(NamedTuple):
     weight_decay: jax.Array
     neg_learning_rate: jax.Array
     gradient_divisor: jax.Array
+    max_grad: jax.Array
+    norm: jax.Array
+    scaled_norm: jax.Array
     skip: jax.Array
 
 
@@ -78,13 +81,12 @@ def reference_update(
     ]
     columns = zip(*results, strict=True) if results else ([],) * 4
     out, mu, nu, new_max = map(list, columns)
-    counters = _count_step(scalars) if config.count_step else []
+    counters = _count_step(scalars, step.skip) if config.count_step else []
     return Results(out, mu, nu, new_max if config.has_nu_max else [], counters)
 
 
-def _count_step(scalars: Scalars) -> list[jax.Array]:
+def _count_step(scalars: Scalars, skip: jax.Array) -> list[jax.Array]:
     """An applied step moves count; a skipped one moves the two skip counters."""
-    skip = jnp.asarray(scalars.skip_update)
     skipped, consecutive = scalars.skip_counters
     return [
         jnp.where(skip, scalars.count, _next_count(scalars.count)),
@@ -101,8 +103,11 @@ def _make_step(config: UpdateConfig, scalars: Scalars) -> _Step:
     hyper = _read_hyper(config, scalars)
     b1, b2 = hyper["b1"], hyper["b2"]
     t = _next_count(scalars.count).astype(jnp.float32)
-    scale = hyper["gradient_scale"].value
-    scale = jnp.where((scale > 0) & jnp.isfinite(scale), scale, jnp.nan)
+    divisor = gradient_divisor(hyper["gradient_scale"].value)
+    skip = jnp.asarray(scalars.skip_update)
+    for nonfinite in scalars.nonfinite:
+        skip = skip | (nonfinite != 0)
+    norm, scaled_norm = scalars.norms or (jnp.float32(0), jnp.float32(0))
     if config.nesterov:
         mu_correction = b1.value / _one_minus_power(b1, t + 1.0)
     else:
@@ -119,9 +124,33 @@ def _make_step(config: UpdateConfig, scalars: Scalars) -> _Step:
         eps_root=hyper["eps_root"].value,
         weight_decay=hyper["weight_decay"].value,
         neg_learning_rate=-hyper["learning_rate"].value,
-        gradient_divisor=-scale if config.maximize else scale,
-        skip=scalars.skip_update,
+        gradient_divisor=-divisor if config.maximize else divisor,
+        max_grad=hyper["max_grad"].value,
+        norm=norm,
+        scaled_norm=scaled_norm,
+        skip=skip,
     )
+
+
+def gradient_divisor(gradient_scale: jax.Array) -> jax.Array:
+    """What gradients are divided by: NaN for a scale that cannot be one."""
+    valid = (gradient_scale > 0) & jnp.isfinite(gradient_scale)
+    return jnp.where(valid, gradient_scale, jnp.nan)
+
+
+def clip_by_norm(
+    grad: jax.Array, norm: jax.Array, scaled_norm: jax.Array, max_norm: jax.Array
+) -> jax.Array:
+    """``grad`` if ``norm <= max_norm``, else ``(grad / norm) * max_norm``.
+
+    A norm that is not finite makes every gradient NaN; one that exceeds float32, which
+    reports the largest float32, is known by ``scaled_norm``, its product with 2^-64.
+    """
+    divisor = jnp.where(jnp.isfinite(norm), norm, jnp.nan)
+    clipped = grad / divisor * max_norm
+    beyond = (grad * jnp.float32(2.0**-64)) / scaled_norm * max_norm
+    clipped = jnp.where(norm == jnp.finfo(jnp.float32).max, beyond, clipped)
+    return jnp.where((norm <= max_norm) & jnp.isfinite(norm), grad, clipped)
 
 
 def _read_hyper(config: UpdateConfig, scalars: Scalars) -> dict[str, _Hyper]:
@@ -183,6 +212,10 @@ def _update_leaf(config, step, decays, param, grad, mu, nu, nu_max):
     s = _Step(*(per_member(scalar) if scalar.ndim else scalar for scalar in step))
     p = param.astype(jnp.float32)
     g = grad.astype(jnp.float32) / s.gradient_divisor
+    if config.clip == "norm":
+        g = clip_by_norm(g, s.norm, s.scaled_norm, s.max_grad)
+    elif config.clip == "value":
+        g = jnp.clip(g, -s.max_grad, s.max_grad)
     new_mu = s.b1 * mu + s.one_minus_b1 * g
     new_nu = s.b2 * nu + s.one_minus_b2 * g * g
     mu_hat = new_mu * s.mu_correction

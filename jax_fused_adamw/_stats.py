@@ -1,8 +1,39 @@
-"""Statistics of gradients, computed and kept on the device."""
+"""Statistics of gradients, computed and kept on the device.
 
-from typing import NamedTuple
+One pass over the gradients for the whole tree, in the composition of
+:mod:`._primitives`. On a mesh every device analyses what it holds; the rows of the
+devices, three words each, are gathered with one all-reduce for each set of mesh axes
+and merged in the order of the devices.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_fused_adamw import _checks
+from jax_fused_adamw._batching import merge_leaf, merge_scalar
+from jax_fused_adamw._hyperparams import check_gradient_scale
+from jax_fused_adamw._partitioning import align_members, spec_axes
+from jax_fused_adamw._stats_primitives import (
+    Reports,
+    Segment,
+    analyze_gradient,
+    merge_gradient_stats,
+)
 
 
 class GradReport(NamedTuple):
@@ -16,3 +47,358 @@ class GradReport(NamedTuple):
     norm: jax.Array  # float32[]: global L2 norm
     max_abs: jax.Array  # float32[]: largest magnitude
     nonfinite: jax.Array  # int32[]: number of NaN and infinite elements, saturating
+
+
+class Analysis(NamedTuple):
+    """A report, and its norm times 2^-64, which float32 always holds."""
+
+    report: GradReport
+    scaled_norm: jax.Array
+
+
+def grad_stats(
+    grads: Any,
+    gradient_scale: Any = 1.0,
+    *,
+    per_leaf: bool = False,
+    implementation: str | None = None,
+) -> GradReport | tuple[GradReport, GradReport]:
+    r"""Global norm, largest magnitude and non-finite count of gradients, in one pass.
+
+    Nothing is read back by the host. With :math:`g = \tilde g / s`, where
+    :math:`\tilde g` are the elements of ``grads`` and :math:`s` is
+    ``gradient_scale``:
+
+    .. math::
+
+      \text{norm} = \sqrt{\textstyle\sum g^2}, \quad
+      \text{max\_abs} = \max |g|, \quad
+      \text{nonfinite} = |\{g : g \text{ is NaN or infinite}\}|
+
+    Squares are taken relative to a power of two near the largest element, so they
+    neither overflow nor vanish, and are added in one fixed order: CPU and CUDA give the
+    same bits, however leaves are grouped into launches. The norm is within a few ulp
+    of the exact one.
+
+    Args:
+      grads: a tree of float32, bfloat16 or float16 leaves of any shape; ``None`` and
+        ``optax.MaskedNode`` are not counted. Never written.
+      gradient_scale: the loss scale that the gradients carry. One that is not positive
+        and finite makes every element count as NaN.
+      per_leaf: also return the statistics of each leaf.
+      implementation: as of :func:`fused_adamw`.
+
+    Returns:
+      A :class:`GradReport` of scalars; with ``per_leaf`` a pair: that, and one whose
+      fields are vectors with an element for each leaf, in the order of
+      ``jax.tree.leaves``.
+
+      On sharded gradients the result is that of the whole arrays. Inside ``shard_map``
+      a leaf that varies over mesh axes counts as one array whose shards lie along
+      them: sum gradients of a batch over its axes first.
+
+    Raises:
+      TypeError: a leaf of another dtype, named by its path, or a sparse one; a
+        ``gradient_scale`` that is not a number.
+      ValueError: a ``gradient_scale`` that is not a scalar.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_fused_adamw as jfa
+      >>> report = jfa.grad_stats({"w": jnp.array([3.0, 4.0]), "b": jnp.zeros(2)})
+      >>> print(report.norm, report.max_abs, report.nonfinite)
+      5.0 4.0 0
+
+      Skip a step whose largest gradient is out of the ordinary:
+
+      >>> grads, limit = {"w": jnp.array([3.0, 400.0])}, 100.0
+      >>> report = jfa.grad_stats(grads)
+      >>> skip = (report.nonfinite > 0) | (report.max_abs > limit)
+      >>> tx, params = jfa.fused_adamw(0.1), {"w": jnp.ones(2)}
+      >>> params, state = jfa.step(tx, grads, tx.init(params), params, skip_update=skip)
+      >>> print(params["w"], state.skipped)
+      [1. 1.] 1
+
+    .. seealso:: ``fused_adamw(max_grad_norm=..., skip_nonfinite=...)``, which does this
+      and the step together; :class:`StatsPlan`, how rows are merged.
+    """
+    _checks.check_grad_leaves(grads)
+    check_gradient_scale(gradient_scale)
+    implementation = _checks.choose(
+        "implementation", implementation, _checks.IMPLEMENTATIONS
+    )
+    reports = _analyze(grads, gradient_scale, implementation, per_leaf)
+    total = GradReport(*(x[0] for x in _of_report(reports)))
+    if not per_leaf:
+        return total
+    return total, GradReport(*(x[1:] for x in _of_report(reports)))
+
+
+def no_report() -> GradReport:
+    """What a state holds before the first step."""
+    dtypes = GradReport(jnp.float32, jnp.float32, jnp.int32)
+    return GradReport(*(jnp.zeros((), dtype) for dtype in dtypes))
+
+
+def analysis_of(
+    grads: Any, gradient_scale: Any, report: GradReport | None, implementation: str
+) -> Analysis:
+    """The analysis of checked gradients for a step, or what a caller's report says."""
+    if report is not None:
+        check_report(report)
+        report = GradReport(*map(jnp.asarray, report))
+        return Analysis(report, report.norm * jnp.float32(2.0**-64))
+    reports = _analyze(grads, gradient_scale, implementation, per_leaf=False)
+    report = GradReport(*(x[0] for x in _of_report(reports)))
+    return Analysis(report, reports.scaled_norm[0])
+
+
+def check_report(report: Any) -> None:
+    """Raises TypeError unless ``report`` is what :func:`grad_stats` returns."""
+    advice = "pass what jfa.grad_stats(grads) returned"
+    if not isinstance(report, GradReport):
+        raise TypeError(
+            f"fused_adamw: report must be a GradReport, got {type(report).__name__}; "
+            f"{advice}"
+        )
+    for name, value, expected in zip(report._fields, report, no_report(), strict=True):
+        if jnp.shape(value) != () or jnp.asarray(value).dtype != expected.dtype:
+            raise TypeError(
+                f"fused_adamw: report.{name} must be a {expected.dtype} scalar, got "
+                f"{value!r}; {advice}"
+            )
+
+
+def _of_report(reports: Reports) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return reports.norm, reports.max_abs, reports.nonfinite
+
+
+def _analyze(
+    grads: Any, gradient_scale: Any, implementation: str, per_leaf: bool
+) -> Reports:
+    leaves = jax.tree.leaves(grads)
+    if isinstance(gradient_scale, jax.Array):
+        scale = gradient_scale.astype(jnp.float32)
+    else:
+        scale = _to_float32(gradient_scale)
+    native = implementation == "ffi" and not _is_partly_manual()
+    return _jitted_reports(_Config(per_leaf, native), scale, leaves)
+
+
+def _to_float32(x: Any) -> np.float32:
+    with np.errstate(over="ignore"):  # a scale beyond float32 is infinite
+        try:
+            return np.float32(float(x))
+        except OverflowError:
+            return np.float32(np.inf)
+
+
+def _is_partly_manual() -> bool:
+    """Inside a ``shard_map`` over some axes of the mesh.
+
+    The shardings over its other axes are then hidden from custom_partitioning; plain
+    JAX lets XLA partition the sums.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = set(getattr(mesh, "manual_axes", ()))
+    return bool(manual) and manual != set(mesh.axis_names)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Config:
+    """What changes the compiled code.
+
+    Attributes:
+      per_leaf: a report for each leaf after the one for all.
+      native: the platform's kernels; else plain JAX.
+      members: under vmap, the size of each leaf's leading axis.
+    """
+
+    per_leaf: bool
+    native: bool
+    members: int | None = None
+
+
+# Jitted, because custom_partitioning called eagerly replicates its operands.
+@functools.partial(jax.jit, static_argnums=0)
+def _jitted_reports(config: _Config, scale, leaves) -> Reports:
+    analyze_local = functools.partial(_local_reports, config)
+    if config.native:
+        analyze_local = _call(config)
+    axes = [tuple(sorted(_checks.varying_axes(leaf))) for leaf in leaves]
+    if any(axes):
+        return _reports_across(config, analyze_local, axes, scale, leaves)
+    return Reports(*analyze_local(scale, *leaves))
+
+
+def _local_reports(config: _Config, scale, *grads) -> Reports:
+    """Of what this device holds."""
+    members, native = config.members, config.native
+    rows, segments = analyze_gradient(scale, grads, members, native)
+    total = Segment(0, rows.shape[-2])
+    if not config.per_leaf:
+        segments = []
+    return merge_gradient_stats(rows, [total, *segments], members, native)
+
+
+# --- Across devices -------------------------------------------------------------------
+
+
+def _reports_across(
+    config: _Config,
+    analyze_local: Callable[..., Sequence[jax.Array]],
+    axes_of_leaves: Sequence[tuple[str, ...]],
+    scale: jax.Array,
+    grads: Sequence[jax.Array],
+) -> Reports:
+    """Of all devices, each of which holds a part of some leaves.
+
+    Args:
+      config: of this call.
+      analyze_local: reports of leaves that this device holds, in order.
+      axes_of_leaves: of each leaf, the mesh axes along which it is cut; over the
+        others it is the same everywhere, and counted once.
+      scale: of the gradients.
+      grads: what this device holds.
+    """
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i, axes in enumerate(axes_of_leaves):
+        groups.setdefault(axes, []).append(i)
+    totals, of_leaves = [], {}
+    for axes, leaves in groups.items():
+        local = Reports(*analyze_local(scale, *(grads[i] for i in leaves)))
+        rows = _all_rows(local.rows, axes)  # [..., reports, devices, 3]
+        totals.append(rows[..., 0, :, :])
+        of_leaves |= {i: rows[..., 1 + k, :, :] for k, i in enumerate(leaves)}
+    parts = [jnp.concatenate(totals, axis=-2)]
+    if config.per_leaf:
+        parts += [of_leaves[i] for i in range(len(grads))]
+    segments, first = [], 0
+    for part in parts:
+        segments.append(Segment(first, part.shape[-2]))
+        first += part.shape[-2]
+    rows = jnp.concatenate(parts, axis=-2)
+    return merge_gradient_stats(rows, segments, config.members, config.native)
+
+
+def _all_rows(rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The rows of all devices along the axes, on a new axis before the last.
+
+    Each device puts its words into its own place among zeros, so the sum is exact.
+    """
+    if not axes:
+        return rows[..., None, :]
+    place = lax.axis_index(axes)
+    slots = jnp.arange(lax.axis_size(axes))
+    mine = (slots == place)[:, None]
+    return lax.psum(jnp.where(mine, rows[..., None, :], jnp.uint32(0)), axes)
+
+
+def _sharding_rule(config: _Config, mesh, operands, results):
+    """Members stay where they are; everything else is reduced."""
+    del mesh
+    leading = () if config.members is None else ("member",)
+    scale, *grads = operands
+
+    def names(prefix: str, rank: int, members: tuple[str, ...]) -> ArrayMapping:
+        return ArrayMapping(*members, *(f"{prefix}{d}" for d in range(rank)))
+
+    own = [
+        names(f"leaf{i}_dim", grad.rank - len(leading), leading)
+        for i, grad in enumerate(grads)
+    ]
+    reduced = [
+        f"leaf{i}_dim{d}"
+        for i, grad in enumerate(grads)
+        for d in range(grad.rank - len(leading))
+    ]
+    return SdyShardingRule(
+        (names("scale", 0, leading if scale.rank else ()), *own),
+        tuple(
+            names(f"result{i}_dim", x.rank - len(leading), leading)
+            for i, x in enumerate(results)
+        ),
+        reduction_factors=tuple(reduced),
+    )
+
+
+def _partition(config: _Config, mesh, operands, results):
+    scale, *grads = operands
+    placements = [grad.sharding for grad in grads]
+    member_spec = None
+    if config.members is not None:
+        member_spec, placements = align_members(mesh, placements)
+    leading = 0 if config.members is None else 1
+    axes = [
+        tuple(a for entry in placement.spec[leading:] for a in spec_axes(entry))
+        for placement in placements
+    ]
+
+    def of_shards(scale, *shards):
+        local = config
+        if config.members is not None:
+            local = dataclasses.replace(config, members=shards[0].shape[0])
+        # Operations of jnp must not see the outer explicit mesh.
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            if not any(axes):
+                return tuple(_local_reports(local, scale, *shards))
+            analyze_local = functools.partial(_local_reports, local)
+            return tuple(_reports_across(local, analyze_local, axes, scale, shards))
+
+    whole = NamedSharding(mesh, PartitionSpec())
+    of_members = NamedSharding(mesh, PartitionSpec(member_spec))
+    return (
+        mesh,
+        of_shards,
+        tuple(whole if leading == 0 else of_members for _ in results),
+        (of_members if scale.shape else whole, *placements),
+    )
+
+
+# --- Composition ----------------------------------------------------------------------
+
+
+def _jvp(primals, tangents):
+    raise TypeError(
+        "grad_stats: statistics of gradients cannot be differentiated; use "
+        'implementation="xla", or optax.global_norm'
+    )
+
+
+def _batching_rule(config: _Config, axis_size, in_batched, scale, *grads):
+    scale_batched, *grads_batched = in_batched
+    inner = () if config.members is None else (config.members,)
+    members = axis_size * math.prod(inner)
+    if members == 0:
+        shapes = jax.eval_shape(
+            functools.partial(_local_reports, config), scale, *grads
+        )
+        zeros = [jnp.zeros((axis_size, *x.shape), x.dtype) for x in shapes]
+        return tuple(zeros), (True,) * len(zeros)
+    scale = merge_scalar(axis_size, inner, scale, scale_batched)
+    leaves = [
+        merge_leaf(axis_size, inner, grad, has)
+        for grad, has in zip(grads, grads_batched, strict=True)
+    ]
+    out = _call(dataclasses.replace(config, members=members))(scale, *leaves)
+    out = [x.reshape(axis_size, *inner, *x.shape[1:]) for x in out]
+    return tuple(out), (True,) * len(out)
+
+
+@functools.cache
+def _call(config: _Config):
+    """``(scale, *grads) -> Reports``, flat, with every rule above attached."""
+
+    def reports(*operands):
+        return tuple(_local_reports(config, *operands))
+
+    partitioned = custom_partitioning(reports)
+    partitioned.def_partition(
+        partition=functools.partial(_partition, config),
+        sharding_rule=functools.partial(_sharding_rule, config),
+    )
+    differentiated = jax.custom_jvp(partitioned)
+    differentiated.defjvp(_jvp)
+    batched = custom_vmap(differentiated)
+    batched.def_vmap(functools.partial(_batching_rule, config))
+    return batched

@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,13 @@ from jax_fused_adamw._operands import (
     call_in_parts,
 )
 from jax_fused_adamw._primitives import fused_update
+from jax_fused_adamw._stats import (
+    Analysis,
+    GradReport,
+    analysis_of,
+    check_report,
+    no_report,
+)
 
 
 class FusedAdamWState(NamedTuple):
@@ -46,7 +54,7 @@ class FusedAdamWState(NamedTuple):
     ema: Any
     skipped: jax.Array  # int32[]: skipped steps, saturating
     consecutive: jax.Array  # int32[]: steps skipped since the last applied one
-    report: Any
+    report: Any  # GradReport of the last step, where gradients are analysed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +70,19 @@ class Options:
     mask: Any
     nesterov: bool
     amsgrad: str  # one of _operands.AMSGRAD_KINDS
+    clip: str  # one of _operands.CLIP_KINDS
+    max_grad: Any  # what it limits; infinite without
+    skip_nonfinite: bool
     maximize: bool
     alias: bool
     in_place: bool
     bucket_bytes: int
     implementation: str
+
+    @property
+    def analyses(self) -> bool:
+        """Whether a step needs statistics of its gradients."""
+        return self.clip == "norm" or self.skip_nonfinite
 
 
 class StepControl(NamedTuple):
@@ -77,6 +93,7 @@ class StepControl(NamedTuple):
 
     gradient_scale: Any = 1.0  # the gradients are divided by it once
     skip_update: Any = False  # bool or integer scalar: non-zero skips the step
+    report: GradReport | None = None  # takes the place of the step's own analysis
 
 
 class FusedAdamW(optax.GradientTransformationExtraArgs):
@@ -119,7 +136,7 @@ def _init(options: Options, params: optax.Params) -> FusedAdamWState:
         ema=None,
         skipped=jnp.zeros((), jnp.int32),
         consecutive=jnp.zeros((), jnp.int32),
-        report=None,
+        report=no_report() if options.analyses else None,
     )
 
 
@@ -135,15 +152,13 @@ def _update(
     **extra_args: Any,
 ) -> tuple[optax.Updates, FusedAdamWState]:
     del extra_args
-    if report is not None:
-        raise NotImplementedError("fused_adamw: update(..., report=) is not built yet")
     grads = updates
     if params is None:
         if jax.tree.leaves(grads):
             raise ValueError(_checks.NO_PARAMS_MESSAGE)
         params = grads
     _check_state_type(state)
-    control = StepControl(gradient_scale, skip_update)
+    control = StepControl(gradient_scale, skip_update, report)
     write_params = _in_place.wants_in_place(options.in_place)
     out, new_state = fused_step(options, grads, state, params, control, write_params)
     if write_params:
@@ -170,6 +185,7 @@ def fused_step(
         state = _init(options, None)
     else:
         _check_state(options, state, params)
+    analysis = _analysis(options, grads, control)
     hyperparams = _hyperparams(options, state.count, control.gradient_scale)
     hyper_bits, traced, traced_values = encode(hyperparams)
     scalars = Scalars(
@@ -177,6 +193,8 @@ def fused_step(
         skip_update_operand(control.skip_update),
         hyper_bits,
         traced_values,
+        [analysis.report.norm, analysis.scaled_norm] if options.clip == "norm" else [],
+        [analysis.report.nonfinite] if options.skip_nonfinite else [],
         [state.skipped, state.consecutive],
     )
     _checks.check_replication(params, grads, state, scalars)
@@ -185,6 +203,8 @@ def fused_step(
         decays=tuple(_checks.resolve_mask(options.mask, params)),
         traced=traced,
         amsgrad=options.amsgrad,
+        clip=options.clip,
+        skip_nonfinite=options.skip_nonfinite,
         nesterov=options.nesterov,
         maximize=options.maximize,
         write_params=write_params,
@@ -204,8 +224,21 @@ def fused_step(
         nu_max=unflatten(results.nu_max) if config.has_nu_max else None,
         skipped=skipped,
         consecutive=consecutive,
+        report=None if analysis is None else analysis.report,
     )
     return unflatten(results.out), new_state
+
+
+def _analysis(
+    options: Options, grads: optax.Updates, control: StepControl
+) -> Analysis | None:
+    if control.report is not None:
+        check_report(control.report)
+    if not options.analyses:
+        return None
+    return analysis_of(
+        grads, control.gradient_scale, control.report, options.implementation
+    )
 
 
 def _buffers(params: Any, grads: Any, state: FusedAdamWState) -> Buffers:
@@ -216,9 +249,11 @@ def _buffers(params: Any, grads: Any, state: FusedAdamWState) -> Buffers:
 def _update_in_buckets(
     options: Options, config: UpdateConfig, scalars: Scalars, buffers: Buffers
 ) -> Results:
+    # An analysis has waited for all gradients already.
+    bucket_bytes = math.inf if options.analyses else options.bucket_bytes
     parts = [
         Part(bucket.leaves, [buffers.grads[i] for i in bucket.after])
-        for bucket in make_buckets(buffers.params, buffers.grads, options.bucket_bytes)
+        for bucket in make_buckets(buffers.params, buffers.grads, bucket_bytes)
     ]
 
     def call(part_config: UpdateConfig, operands: Operands) -> Results:
@@ -239,6 +274,7 @@ def _hyperparams(
         "eps_root": options.eps_root,
         "weight_decay": options.weight_decay,
         "gradient_scale": gradient_scale,
+        "max_grad": options.max_grad,
     }
 
 
@@ -258,6 +294,14 @@ def _check_state(options: Options, state: FusedAdamWState, params: Any) -> None:
         raise ValueError(
             f"fused_adamw: the state {has} nu_max, but amsgrad is {options.amsgrad!r}; "
             "use the state with the options it was made with"
+        )
+    if (state.report is not None) != options.analyses:
+        has = "has no" if state.report is None else "has a"
+        wants = "analyses" if options.analyses else "does not analyse"
+        raise ValueError(
+            f"fused_adamw: the state {has} report, but the optimizer {wants} gradients "
+            "(max_grad_norm, skip_nonfinite); use the state with the options it was "
+            "made with"
         )
     moments = ("mu", "nu") if state.nu_max is None else ("mu", "nu", "nu_max")
     for name in moments:

@@ -37,12 +37,12 @@ enum class Hyper {
   kEpsRoot,
   kWeightDecay,
   kGradientScale,
+  kMaxGrad,  // what gradients are clipped at (core/clip.h)
 };
-constexpr int kNumHyper = 7;
+constexpr int kNumHyper = 8;
 
-// What the update may need of each hyperparameter x at step t, in float32: the same for all seven,
-// used or not, so that seven lanes of a GPU work them out side by side. Arrays by Hyper, padded
-// for 16-byte loads.
+// What the update may need of each hyperparameter x at step t, in float32: the same for all eight,
+// used or not, so that eight lanes of a GPU work them out side by side. Arrays by Hyper.
 struct HyperTerms {
   float value[8];            // x
   float inverse[8];          // 1 / x
@@ -124,8 +124,7 @@ JFA_HOST_DEVICE AdamWScalars MakeScalars(const HyperTerms& terms) {
 // NaN: it is data, never an error. Dividing by the negated scale is maximize.
 JFA_HOST_DEVICE double GradientDivisor(double gradient_scale, bool maximize) {
   const float scale = static_cast<float>(gradient_scale);
-  const float kMaxFloat = 3.402823466e+38f;
-  if (!(scale > 0.0f && scale <= kMaxFloat)) return BitsToFloat(0x7fc00000u);
+  if (!(scale > 0.0f && scale <= kMaxFloat)) return BitsToFloat(kNanBits);
   return maximize ? -gradient_scale : gradient_scale;
 }
 
@@ -140,16 +139,27 @@ struct GradientUnscale {
   JFA_HOST_DEVICE float Divide(float gradient) const { return gradient / divisor; }
 };
 
-// The terms of kGradientScale are those of GradientDivisor.
-JFA_HOST_DEVICE GradientUnscale MakeUnscale(const HyperTerms& terms) {
+JFA_HOST_DEVICE GradientUnscale MakeUnscale(float divisor, float reciprocal) {
   GradientUnscale unscale;
-  unscale.divisor = terms.value[static_cast<int>(Hyper::kGradientScale)];
-  unscale.reciprocal = terms.inverse[static_cast<int>(Hyper::kGradientScale)];
-  const Word32 bits = FloatToBits(unscale.divisor);
+  unscale.divisor = divisor;
+  unscale.reciprocal = reciprocal;
+  const Word32 bits = FloatToBits(divisor);
   const Word32 exponent = bits >> 23 & 0xffu;
   // 2^-126 .. 2^126: the reciprocal is normal too.
   unscale.exact_reciprocal = (bits & 0x7fffffu) == 0 && exponent >= 1 && exponent <= 253;
   return unscale;
+}
+
+// The terms of kGradientScale are those of GradientDivisor.
+JFA_HOST_DEVICE GradientUnscale MakeUnscale(const HyperTerms& terms) {
+  const int scale = static_cast<int>(Hyper::kGradientScale);
+  return MakeUnscale(terms.value[scale], terms.inverse[scale]);
+}
+
+// For statistics, where the sign does not matter.
+JFA_HOST_DEVICE GradientUnscale MakeUnscale(float gradient_scale) {
+  const float divisor = static_cast<float>(GradientDivisor(gradient_scale, false));
+  return MakeUnscale(divisor, 1.0f / divisor);
 }
 
 // Unlike fmaxf and std::max, keeps a NaN on either side.

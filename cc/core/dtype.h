@@ -13,6 +13,10 @@ using Word16 = unsigned short;
 using Word64 = unsigned long long;
 static_assert(sizeof(Word64) == 8 && sizeof(Word32) == 4 && sizeof(Word16) == 2, "storage words");
 
+constexpr float kMaxFloat = 3.402823466e+38f;
+constexpr Word32 kInfinityBits = 0x7f800000u;
+constexpr Word32 kNanBits = 0x7fc00000u;
+
 enum class DType { kFloat32, kBfloat16, kFloat16 };
 
 JFA_HOST_DEVICE constexpr int SizeOf(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
@@ -33,6 +37,7 @@ JFA_HOST_DEVICE double BitsToDouble(Word64 bits) {
   return __longlong_as_double(static_cast<long long>(bits));
 }
 JFA_HOST_DEVICE float SquareRoot(float x) { return __fsqrt_rn(x); }
+JFA_HOST_DEVICE double SquareRoot(double x) { return __dsqrt_rn(x); }
 
 #else
 
@@ -52,6 +57,7 @@ JFA_HOST_DEVICE double BitsToDouble(Word64 bits) {
   return value;
 }
 JFA_HOST_DEVICE float SquareRoot(float x) { return __builtin_sqrtf(x); }
+JFA_HOST_DEVICE double SquareRoot(double x) { return __builtin_sqrt(x); }
 
 #endif
 

@@ -3,11 +3,13 @@
 #define JAX_FUSED_ADAMW_CC_CORE_OPTIONS_H_
 
 #include "core/adamw.h"
+#include "core/clip.h"
 
 namespace jfa {
 
 struct UpdateOptions {
   Amsgrad amsgrad;
+  Clip clip;
   bool nesterov;
   bool maximize;
   bool write_params;  // the output is the new parameter, else the update

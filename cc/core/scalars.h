@@ -3,11 +3,13 @@
 //
 //   count        int32[]       steps applied before this one
 //   skip_update  bool[]
-//   hyper_bits   uint32[7, 2]  a row for each Hyper: the bit pattern of a float64, low word first,
+//   hyper_bits   uint32[8, 2]  a row for each Hyper: the bit pattern of a float64, low word first,
 //                              so that what the host knows loses nothing before the last rounding
 //   traced...    float32[]     one for each hyperparameter that only the device knows (a schedule,
 //                              an injected value); its row of hyper_bits is not read
-//   skipped, consecutive  int32[]   in the call that counts the step: core/counts.h
+//   norm, scaled_norm     float32[]   of a StatsReport (core/stats.h), if it clips by the norm
+//   nonfinite             int32[]     of a StatsReport, if non-zero skips the step
+//   skipped, consecutive  int32[]     in the call that counts the step: core/counts.h
 //
 // That call returns the three counters too. A step of several calls is counted by the last, since
 // the counters may be updated in place and all calls read count.
@@ -17,6 +19,7 @@
 #define JAX_FUSED_ADAMW_CC_CORE_SCALARS_H_
 
 #include "core/adamw.h"
+#include "core/clip.h"
 #include "core/counts.h"
 #include "core/macros.h"
 
@@ -49,9 +52,17 @@ struct StepOperands {
   const Word32* hyper_bits = nullptr;
   bool hyper_bits_per_member = false;
   ScalarOperand<float> traced[kNumHyper];  // null where hyper_bits holds the value
+  ScalarOperand<float> norm;         // null unless it clips by the norm
+  ScalarOperand<float> scaled_norm;  // as norm
+  ScalarOperand<int> nonfinite;      // null unless a non-finite gradient skips the step
   ScalarOperand<int> skipped;
   ScalarOperand<int> consecutive;
   CounterResults new_counts;
+
+  JFA_HOST_DEVICE bool Skips(long long member) const {
+    const bool is_nonfinite = nonfinite.data != nullptr && nonfinite.Read(member) != 0;
+    return is_nonfinite || skip_update.Read(member) != 0;
+  }
 
   JFA_HOST_DEVICE bool counts_step() const { return new_counts.count != nullptr; }
   // Counters are per member if count is.
@@ -64,7 +75,7 @@ struct StepOperands {
   }
 
   JFA_HOST_DEVICE void WriteCounts(long long member, StepCounts old) const {
-    const StepCounts next = NextCounts(old, skip_update.Read(member) != 0);
+    const StepCounts next = NextCounts(old, Skips(member));
     new_counts.count[member] = next.count;
     new_counts.skipped[member] = next.skipped;
     new_counts.consecutive[member] = next.consecutive;
@@ -75,6 +86,13 @@ struct StepOperands {
     if (traced[index].data != nullptr) return {FloatToBits(traced[index].Read(member)), 0};
     const long long row = (hyper_bits_per_member ? member * kNumHyper : 0) + index;
     return {hyper_bits[2 * row], hyper_bits[2 * row + 1]};
+  }
+
+  JFA_HOST_DEVICE GradientClip ReadClip(Clip clip, float limit, long long member) const {
+    if (clip == Clip::kNorm) {
+      return ClipByNorm(norm.Read(member), scaled_norm.Read(member), limit);
+    }
+    return clip == Clip::kValue ? ClipByValue(limit) : GradientClip{};
   }
 
   // Fills in the terms of a hyperparameter.

@@ -5,8 +5,10 @@
 
 namespace jfa::cpu {
 
-// Operands and results as ffi/operands.h lists them.
+// Operands and results as ffi/operands.h and ffi/stats.h list them.
 XLA_FFI_Handler* UpdateHandler();
+XLA_FFI_Handler* AnalyzeHandler();
+XLA_FFI_Handler* MergeHandler();
 
 }  // namespace jfa::cpu
 

@@ -10,7 +10,7 @@ struct Supported {
   InstructionSet sets[3];
   int count = 0;
 
-  void Add(const char* name, UpdateBlockFn update_block) { sets[count++] = {name, update_block}; }
+  void Add(const InstructionSet& set) { sets[count++] = set; }
 };
 
 Supported Detect() {
@@ -18,11 +18,11 @@ Supported Detect() {
 #if defined(JFA_X86_KERNELS)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    supported.Add("avx512", avx512::UpdateOneBlock);
+    supported.Add({"avx512", avx512::UpdateOneBlock, avx512::AnalyzeChunk});
   }
-  if (__builtin_cpu_supports("avx2")) supported.Add("avx2", avx2::UpdateOneBlock);
+  if (__builtin_cpu_supports("avx2")) supported.Add({"avx2", avx2::UpdateOneBlock, avx2::AnalyzeChunk});
 #endif
-  supported.Add("portable", portable::UpdateOneBlock);
+  supported.Add({"portable", portable::UpdateOneBlock, portable::AnalyzeChunk});
   return supported;
 }
 

@@ -1,12 +1,14 @@
-// The CPU kernel's interface: one block of one leaf. Compiled once for each instruction set from
-// cpu/update_block.inl; SelectUpdateBlock picks the widest that the processor has.
+// The CPU kernels' interface: one block of one leaf. Compiled once for each instruction set from
+// the cpu/*.inl; SelectInstructionSet picks the widest that the processor has.
 #ifndef JAX_FUSED_ADAMW_CC_CPU_KERNELS_H_
 #define JAX_FUSED_ADAMW_CC_CPU_KERNELS_H_
 
 #include <cstdint>
 
 #include "core/adamw.h"
+#include "core/clip.h"
 #include "core/dtype.h"
+#include "core/stats.h"
 
 namespace jfa::cpu {
 
@@ -14,6 +16,7 @@ namespace jfa::cpu {
 struct UpdateStep {
   AdamWScalars scalars;
   GradientUnscale unscale;
+  GradientClip clip;
   Amsgrad amsgrad;
   bool nesterov;
   bool write_params;  // out is the new parameter, else the update
@@ -38,11 +41,21 @@ struct UpdateBlock {
   float weight_decay;
 };
 
+// A chunk of a gradient, for statistics.
+struct AnalyzeBlock {
+  const void* grad;
+  std::int64_t num_elements;
+  DType grad_dtype;
+  GradientUnscale unscale;
+};
+
 using UpdateBlockFn = void (*)(const UpdateStep&, const UpdateBlock&);
+using AnalyzeChunkFn = StatsRow (*)(const AnalyzeBlock&);
 
 struct InstructionSet {
   const char* name;
   UpdateBlockFn update_block;
+  AnalyzeChunkFn analyze_chunk;
 };
 
 // All sets this processor can run, widest first; the last is always "portable".
@@ -54,13 +67,16 @@ const InstructionSet* SelectInstructionSet();
 
 namespace portable {
 void UpdateOneBlock(const UpdateStep& step, const UpdateBlock& block);
-}
+StatsRow AnalyzeChunk(const AnalyzeBlock& block);
+}  // namespace portable
 namespace avx2 {
 void UpdateOneBlock(const UpdateStep& step, const UpdateBlock& block);
-}
+StatsRow AnalyzeChunk(const AnalyzeBlock& block);
+}  // namespace avx2
 namespace avx512 {
 void UpdateOneBlock(const UpdateStep& step, const UpdateBlock& block);
-}
+StatsRow AnalyzeChunk(const AnalyzeBlock& block);
+}  // namespace avx512
 
 }  // namespace jfa::cpu
 

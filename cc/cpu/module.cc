@@ -4,14 +4,20 @@
 #include "cpu/handlers.h"
 #include "cpu/kernels.h"
 #include "ffi/operands.h"
+#include "ffi/stats.h"
 
 namespace nb = nanobind;
 
 NB_MODULE(_cpu, module) {
   module.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   module.def("registrations", [] {
+    const auto capsule = [](XLA_FFI_Handler* handler) {
+      return nb::capsule(reinterpret_cast<void*>(handler));
+    };
     nb::dict targets;
-    targets[jfa::kUpdateTarget] = nb::capsule(reinterpret_cast<void*>(jfa::cpu::UpdateHandler()));
+    targets[jfa::kUpdateTarget] = capsule(jfa::cpu::UpdateHandler());
+    targets[jfa::kAnalyzeTarget] = capsule(jfa::cpu::AnalyzeHandler());
+    targets[jfa::kMergeTarget] = capsule(jfa::cpu::MergeHandler());
     return targets;
   });
   // Why the kernel cannot run here; empty if it can.

@@ -16,15 +16,17 @@ void* Advance(void* pointer, DType dtype, std::int64_t elements) {
 }
 
 template <bool kNesterov>
-void SetNumbers(const StepOperands& operands, std::int64_t member, bool maximize,
+void SetNumbers(const StepOperands& operands, std::int64_t member, const UpdateOptions& options,
                 UpdateStep* step) {
   HyperTerms terms;
   const int count = operands.count.Read(member);
   for (int i = 0; i < kNumHyper; ++i) {
-    operands.SetTerms<kNesterov>(i, operands.ReadRaw(i, member), count, maximize, &terms);
+    operands.SetTerms<kNesterov>(i, operands.ReadRaw(i, member), count, options.maximize, &terms);
   }
   step->scalars = MakeScalars<kNesterov>(terms);
   step->unscale = MakeUnscale(terms);
+  step->clip =
+      operands.ReadClip(options.clip, terms.value[static_cast<int>(Hyper::kMaxGrad)], member);
 }
 
 }  // namespace
@@ -34,14 +36,14 @@ std::vector<UpdateStep> MakeSteps(const StepOperands& operands, const UpdateOpti
   for (std::int64_t member = 0; member < options.members; ++member) {
     UpdateStep& step = steps[static_cast<std::size_t>(member)];
     if (options.nesterov) {
-      SetNumbers<true>(operands, member, options.maximize, &step);
+      SetNumbers<true>(operands, member, options, &step);
     } else {
-      SetNumbers<false>(operands, member, options.maximize, &step);
+      SetNumbers<false>(operands, member, options, &step);
     }
     step.amsgrad = options.amsgrad;
     step.nesterov = options.nesterov;
     step.write_params = options.write_params;
-    step.skip = operands.skip_update.Read(member) != 0;
+    step.skip = operands.Skips(member);
   }
   return steps;
 }

@@ -3,7 +3,6 @@
 #ifndef JAX_FUSED_ADAMW_CC_CPU_UPDATE_H_
 #define JAX_FUSED_ADAMW_CC_CPU_UPDATE_H_
 
-#include <cfenv>
 #include <cstdint>
 #include <vector>
 
@@ -11,6 +10,7 @@
 #include "core/leaf.h"
 #include "core/options.h"
 #include "core/scalars.h"
+#include "cpu/float_env.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel_for.h"
 
@@ -22,21 +22,6 @@ inline constexpr std::int64_t kBlockElements = 64 * 1024;
 
 // Below this many elements waking a second thread costs more than it saves.
 inline constexpr std::int64_t kParallelElements = 32 * 1024;
-
-// XLA's threads flush subnormals to zero; these kernels keep them, and put the caller's mode back.
-class ScopedDefaultFloatEnv {
- public:
-  ScopedDefaultFloatEnv() {
-    std::fegetenv(&saved_);
-    std::fesetenv(FE_DFL_ENV);
-  }
-  ~ScopedDefaultFloatEnv() { std::fesetenv(&saved_); }
-  ScopedDefaultFloatEnv(const ScopedDefaultFloatEnv&) = delete;
-  ScopedDefaultFloatEnv& operator=(const ScopedDefaultFloatEnv&) = delete;
-
- private:
-  std::fenv_t saved_;
-};
 
 std::vector<UpdateStep> MakeSteps(const StepOperands& operands, const UpdateOptions& options);
 

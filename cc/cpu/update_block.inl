@@ -1,74 +1,15 @@
-// The CPU kernel. Included by one .cc for each instruction set, which defines JFA_ISA.
+// The CPU kernel of the update. Included by one .cc for each instruction set, after cpu/tiles.inl.
 //
 // A block is worked on in tiles that stay in the L1 cache. Low-precision gradients and parameters,
 // and gradients that need a scale, pass through a float32 buffer of one tile, so the update loop
 // sees float32 only and is instantiated for its options, not for every pair of dtypes. float32
 // buffers are used where they lie.
-//
-// No function of the standard library may be called here: the linker could serve a copy of it
-// that was compiled for another instruction set.
 
 namespace jfa::cpu::JFA_ISA {
 namespace {
 
 // 3 buffers of 4 KiB beside the tile's own 20 KiB: inside a 32 KiB L1 data cache.
 constexpr std::int64_t kTileElements = 1024;
-
-// Every pass over a tile is elementwise, and an output is either its input or apart from it, so
-// no iteration depends on another. (OpenMP's simd would say the same, but keeps the functor's
-// structs in memory, and the loop then stays scalar.)
-#if defined(__clang__)
-#define JFA_ELEMENTWISE _Pragma("clang loop vectorize(assume_safety)")
-#else
-#define JFA_ELEMENTWISE _Pragma("GCC ivdep")
-#endif
-
-template <typename T>
-void LoadTile(const void* source, std::int64_t begin, std::int64_t n, float* tile) {
-  const T* values = static_cast<const T*>(source) + begin;
-  JFA_ELEMENTWISE
-  for (std::int64_t i = 0; i < n; ++i) tile[i] = Load(values[i]);
-}
-
-template <typename T>
-void StoreTile(const float* tile, void* target, std::int64_t begin, std::int64_t n) {
-  T* values = static_cast<T*>(target) + begin;
-  JFA_ELEMENTWISE
-  for (std::int64_t i = 0; i < n; ++i) values[i] = Store<T>(tile[i]);
-}
-
-// The tile's float32 values: the source itself, or `buffer` filled from it.
-const float* TileOf(const void* source, DType dtype, std::int64_t begin, std::int64_t n,
-                    float* buffer) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return static_cast<const float*>(source) + begin;
-    case DType::kBfloat16:
-      LoadTile<Bfloat16>(source, begin, n, buffer);
-      return buffer;
-    default:
-      LoadTile<Float16>(source, begin, n, buffer);
-      return buffer;
-  }
-}
-
-void StoreTileAs(DType dtype, const float* tile, void* target, std::int64_t begin, std::int64_t n) {
-  if (dtype == DType::kBfloat16) StoreTile<Bfloat16>(tile, target, begin, n);
-  if (dtype == DType::kFloat16) StoreTile<Float16>(tile, target, begin, n);
-}
-
-const float* UnscaleTile(const GradientUnscale& unscale, const float* grad, std::int64_t n,
-                         float* buffer) {
-  if (unscale.exact_reciprocal && unscale.reciprocal == 1.0f) return grad;
-  if (unscale.exact_reciprocal) {
-    JFA_ELEMENTWISE
-    for (std::int64_t i = 0; i < n; ++i) buffer[i] = unscale.Multiply(grad[i]);
-  } else {
-    JFA_ELEMENTWISE
-    for (std::int64_t i = 0; i < n; ++i) buffer[i] = unscale.Divide(grad[i]);
-  }
-  return buffer;
-}
 
 // Moments that are not given are zero.
 alignas(64) constexpr float kZeros[kTileElements] = {};
@@ -172,9 +113,10 @@ void UpdateOneBlock(const UpdateStep& step, const UpdateBlock& block) {
     const std::int64_t left = block.num_elements - begin;
     const std::int64_t n = left < kTileElements ? left : kTileElements;
     const float* grad = TileOf(block.grad, block.grad_dtype, begin, n, grad_buffer);
+    grad = UnscaleTile(step.unscale, grad, n, grad_buffer);
     Tile tile;
     tile.param = TileOf(block.param, block.param_dtype, begin, n, param_buffer);
-    tile.grad = UnscaleTile(step.unscale, grad, n, grad_buffer);
+    tile.grad = ClipTile(step.clip, grad, n, grad_buffer);
     tile.out = direct_out ? static_cast<float*>(block.out) + begin : out_buffer;
     tile.mu = MomentTile(block.mu, begin);
     tile.nu = MomentTile(block.nu, begin);

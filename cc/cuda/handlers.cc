@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cuda/update.h"
+#include "ffi/decoder.h"
 #include "ffi/operands.h"
 
 namespace jfa::cuda {
@@ -34,9 +35,9 @@ ffi::Error ExecuteImpl(CuStream stream, ffi::RemainingArgs args, ffi::RemainingR
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER(kUpdateInitialize, InitializeImpl,
-                       BindUpdate(ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()));
+                       BindAll(ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()));
 XLA_FFI_DEFINE_HANDLER(kUpdateExecute, ExecuteImpl,
-                       BindUpdate(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CuStream>>()),
+                       BindAll(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CuStream>>()),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Handler* UpdateInitializeHandler() { return kUpdateInitialize; }

@@ -2,116 +2,16 @@
 
 #include <cstddef>
 
+#include "ffi/decoder.h"
+
 namespace jfa {
 namespace {
-
-namespace ffi = xla::ffi;
-
-ffi::Error Invalid(const std::string& message) {
-  return ffi::Error::InvalidArgument("jax_fused_adamw: " + message);
-}
-
-std::string LeafName(const char* kind, std::size_t leaf) {
-  return std::string(kind) + " of leaf " + std::to_string(leaf);
-}
-
-// Pulls typed views out of the two variadic frames and remembers the first failure.
-class Decoder {
- public:
-  Decoder(ffi::RemainingArgs args, ffi::RemainingRets rets, std::int64_t members)
-      : args_(args), rets_(rets), members_(members) {}
-
-  const ffi::Error& error() const { return error_; }
-  bool ok() const { return error_.success(); }
-
-  ffi::AnyBuffer Argument(std::size_t index) {
-    auto buffer = args_.get<ffi::AnyBuffer>(index);
-    if (!buffer.has_value()) Fail(buffer.error().message());
-    return buffer.has_value() ? *buffer : *args_.get<ffi::AnyBuffer>(0);
-  }
-
-  ffi::AnyBuffer Result(std::size_t index) {
-    auto buffer = rets_.get<ffi::AnyBuffer>(index);
-    if (!buffer.has_value()) Fail(buffer.error().message());
-    return buffer.has_value() ? **buffer : *args_.get<ffi::AnyBuffer>(0);
-  }
-
-  // An operand of `value_elements` elements, or of that many for each member.
-  template <typename T>
-  ScalarOperand<T> Scalar(std::size_t index, ffi::DataType dtype, const char* name,
-                          std::size_t value_rank = 0, std::int64_t value_elements = 1) {
-    const ffi::AnyBuffer buffer = Argument(index);
-    const bool per_member = buffer.dimensions().size() == value_rank + 1;
-    const std::int64_t expected = per_member ? members_ * value_elements : value_elements;
-    if (buffer.element_type() != dtype ||
-        (buffer.dimensions().size() != value_rank && !per_member) ||
-        static_cast<std::int64_t>(buffer.element_count()) != expected) {
-      Fail(std::string(name) + ": expected one value, or one for each member");
-    }
-    return {static_cast<const T*>(buffer.untyped_data()), per_member};
-  }
-
-  int* CountResult(std::size_t index, bool per_member) {
-    const ffi::AnyBuffer buffer = Result(index);
-    if (buffer.element_type() != ffi::S32 ||
-        static_cast<std::int64_t>(buffer.element_count()) != (per_member ? members_ : 1)) {
-      Fail("new counters: expected as many as there are");
-    }
-    return static_cast<int*>(buffer.untyped_data());
-  }
-
-  DType LeafDType(const ffi::AnyBuffer& buffer, const char* kind, std::size_t leaf) {
-    switch (buffer.element_type()) {
-      case ffi::F32:
-        return DType::kFloat32;
-      case ffi::BF16:
-        return DType::kBfloat16;
-      case ffi::F16:
-        return DType::kFloat16;
-      default:
-        Fail(LeafName(kind, leaf) + ": expected float32, bfloat16 or float16");
-        return DType::kFloat32;
-    }
-  }
-
-  void CheckLike(const ffi::AnyBuffer& buffer, const ffi::AnyBuffer& param, ffi::DataType dtype,
-                 const char* kind, std::size_t leaf) {
-    if (buffer.element_count() != param.element_count()) {
-      Fail(LeafName(kind, leaf) + ": expected " + std::to_string(param.element_count()) +
-           " elements, got " + std::to_string(buffer.element_count()));
-    }
-    if (buffer.element_type() != dtype) Fail(LeafName(kind, leaf) + ": unexpected dtype");
-  }
-
-  const float* Moment(std::size_t index, const ffi::AnyBuffer& param, const char* kind,
-                      std::size_t leaf) {
-    const ffi::AnyBuffer buffer = Argument(index);
-    CheckLike(buffer, param, ffi::F32, kind, leaf);
-    return static_cast<const float*>(buffer.untyped_data());
-  }
-
-  float* MomentResult(std::size_t index, const ffi::AnyBuffer& param, const char* kind,
-                      std::size_t leaf) {
-    const ffi::AnyBuffer buffer = Result(index);
-    CheckLike(buffer, param, ffi::F32, kind, leaf);
-    return static_cast<float*>(buffer.untyped_data());
-  }
-
-  void Fail(const std::string& message) {
-    if (ok()) error_ = Invalid(message);
-  }
-
- private:
-  ffi::RemainingArgs args_;
-  ffi::RemainingRets rets_;
-  std::int64_t members_;
-  ffi::Error error_ = ffi::Error::Success();
-};
 
 struct Attributes {
   UpdateOptions options;
   std::int64_t num_after;
   bool count_step;
+  bool skip_nonfinite;
   ffi::Span<const std::uint8_t> decays;
   ffi::Span<const std::uint8_t> traced;
 };
@@ -119,6 +19,8 @@ struct Attributes {
 // Where scalars and leaves lie among arguments and results.
 struct Frame {
   std::size_t num_leaves;
+  std::size_t num_norms;       // norm, scaled_norm: 2 or 0
+  std::size_t num_nonfinite;   // 1 or 0
   std::size_t num_counts;      // skipped, consecutive: 2 or 0
   std::size_t first_leaf;      // index of the first parameter
   std::size_t argument_kinds;  // params, grads [, mu, nu [, nu_max]]
@@ -126,8 +28,11 @@ struct Frame {
 
   explicit Frame(const Attributes& attributes)
       : num_leaves(attributes.decays.size()),
+        num_norms(attributes.options.clip == Clip::kNorm ? 2 : 0),
+        num_nonfinite(attributes.skip_nonfinite ? 1 : 0),
         num_counts(attributes.count_step ? 2 : 0),
-        first_leaf(3 + num_counts + static_cast<std::size_t>(attributes.num_after)) {
+        first_leaf(3 + num_norms + num_nonfinite + num_counts +
+                   static_cast<std::size_t>(attributes.num_after)) {
     const bool has_nu_max = attributes.options.amsgrad != Amsgrad::kOff;
     for (const std::uint8_t is_traced : attributes.traced) first_leaf += is_traced != 0;
     argument_kinds = attributes.options.zero_moments ? 2 : has_nu_max ? 5 : 4;
@@ -143,13 +48,14 @@ void DecodeCounts(Decoder& decoder, const Frame& frame, std::size_t next, StepOp
   step->consecutive = decoder.Scalar<int>(next++, ffi::S32, "consecutive");
   const bool per_member = step->count.per_member;
   if (step->skipped.per_member != per_member || step->consecutive.per_member != per_member ||
-      (step->skip_update.per_member && !per_member)) {
+      ((step->skip_update.per_member || step->nonfinite.per_member) && !per_member)) {
     decoder.Fail("counters: expected one for each member, as of skip_update, or one of each");
   }
   int** const results[] = {&step->new_counts.count, &step->new_counts.skipped,
                            &step->new_counts.consecutive};
   for (std::size_t i = 0; i < 3; ++i) {
-    *results[i] = decoder.CountResult(frame.first_count_result() + i, per_member);
+    *results[i] = decoder.Values<int>(frame.first_count_result() + i, ffi::S32,
+                                      per_member ? decoder.members() : 1, "new counters");
   }
 }
 
@@ -165,6 +71,13 @@ StepOperands DecodeStep(Decoder& decoder, const Frame& frame, const Attributes& 
   for (int i = 0; i < kNumHyper; ++i) {
     if (!attributes.traced[i]) continue;
     step.traced[i] = decoder.Scalar<float>(next++, ffi::F32, "hyperparameter");
+  }
+  if (frame.num_norms > 0) {
+    step.norm = decoder.Scalar<float>(next++, ffi::F32, "norm");
+    step.scaled_norm = decoder.Scalar<float>(next++, ffi::F32, "scaled_norm");
+  }
+  if (frame.num_nonfinite > 0) {
+    step.nonfinite = decoder.Scalar<int>(next++, ffi::S32, "nonfinite");
   }
   if (frame.num_counts > 0) DecodeCounts(decoder, frame, next, &step);
   return step;
@@ -202,20 +115,15 @@ LeafOperands DecodeLeaf(Decoder& decoder, const Frame& frame, std::size_t leaf) 
   return operands;
 }
 
-// Reads one attribute into `value`; returns whether it was there, with this type.
-template <typename T, typename Value>
-bool Get(const ffi::Dictionary& attributes, const char* name, Value* value) {
-  const ffi::ErrorOr<T> found = attributes.get<T>(name);
-  if (found.has_value()) *value = static_cast<Value>(*found);
-  return found.has_value();
-}
-
 ffi::ErrorOr<Attributes> DecodeAttributes(const ffi::Dictionary& dictionary) {
   Attributes attributes{};
   UpdateOptions& options = attributes.options;
   std::int64_t amsgrad = 0;
+  std::int64_t clip = 0;
   using Flags = ffi::Span<const std::uint8_t>;
   const bool complete = Get<std::int64_t>(dictionary, "amsgrad", &amsgrad) &&
+                        Get<std::int64_t>(dictionary, "clip", &clip) &&
+                        Get<bool>(dictionary, "skip_nonfinite", &attributes.skip_nonfinite) &&
                         Get<bool>(dictionary, "nesterov", &options.nesterov) &&
                         Get<bool>(dictionary, "maximize", &options.maximize) &&
                         Get<bool>(dictionary, "write_params", &options.write_params) &&
@@ -230,7 +138,10 @@ ffi::ErrorOr<Attributes> DecodeAttributes(const ffi::Dictionary& dictionary) {
     return ffi::Unexpected(Invalid("unknown amsgrad attribute " + std::to_string(amsgrad)));
   }
   options.amsgrad = static_cast<Amsgrad>(amsgrad);
-  constexpr std::int64_t kMaxMembers = std::int64_t{1} << 40;  // products with it fit 64 bits
+  if (clip < 0 || clip > 2) {
+    return ffi::Unexpected(Invalid("unknown clip attribute " + std::to_string(clip)));
+  }
+  options.clip = static_cast<Clip>(clip);
   if (options.members < 1 || options.members > kMaxMembers)
     return ffi::Unexpected(Invalid("members must be 1 or more"));
   if (attributes.num_after < 0) return ffi::Unexpected(Invalid("num_after must not be negative"));

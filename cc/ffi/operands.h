@@ -1,8 +1,8 @@
 // Decodes and checks the buffers of one update call, alike for every platform. Reads shapes and
 // dtypes only, never contents: on a GPU the pointers are device memory.
 //
-//   arguments  count, skip_update, hyper_bits, traced... [, skipped, consecutive] (core/scalars.h),
-//              then num_after arrays that the call waits for and does not read, then
+//   arguments  count, skip_update, hyper_bits, traced... [, norm, scaled_norm] [, nonfinite]
+//              [, skipped, consecutive] (core/scalars.h), then num_after arrays that the call waits for and does not read, then
 //              params..., grads... [, mu..., nu... [, nu_max...]]
 //   results    params... (write_params) or updates..., mu..., nu... [, nu_max...]
 //              [, count, skipped, consecutive]
@@ -10,7 +10,9 @@
 //              count_step bool: the counters are arguments and results,
 //              zero_moments bool: mu, nu, nu_max are zero and no arguments,
 //              decays u8[leaves]: does weight decay apply,
-//              traced u8[7]: is the hyperparameter an operand of its own
+//              clip i64 (core/clip.h; by the norm: norm and scaled_norm are arguments),
+//              skip_nonfinite bool: nonfinite is an argument,
+//              traced u8[8]: is the hyperparameter an operand of its own
 //
 // Python has checked all of this with the leaves' names; these checks guard the memory.
 #ifndef JAX_FUSED_ADAMW_CC_FFI_OPERANDS_H_
@@ -18,7 +20,6 @@
 
 #include <cstdint>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "core/adamw.h"
@@ -43,12 +44,6 @@ struct UpdateOperands {
 xla::ffi::ErrorOr<UpdateOperands> DecodeUpdate(xla::ffi::RemainingArgs args,
                                                xla::ffi::RemainingRets rets,
                                                xla::ffi::Dictionary attributes);
-
-// The part of the binding that every platform's handler has.
-template <typename Binding>
-auto BindUpdate(Binding binding) {
-  return std::move(binding).RemainingArgs().RemainingRets().Attrs();
-}
 
 }  // namespace jfa
 

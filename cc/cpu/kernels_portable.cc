@@ -1,0 +1,10 @@
+// The CPU kernels for the compiler's baseline.
+#include <cstdint>
+
+#include "cpu/kernels.h"
+
+#define JFA_ISA portable
+#include "cpu/tiles.inl"
+
+#include "cpu/analyze_chunk.inl"
+#include "cpu/update_block.inl"

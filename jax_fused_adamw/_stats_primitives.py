@@ -1,0 +1,271 @@
+"""The two stages of gradient statistics as JAX primitives.
+
+``analyze_gradient`` makes a row of three words for each chunk of each gradient,
+``merge_gradient_stats`` makes reports of rows. What a row is, and in which order
+everything is added, is written in ``cc/core/stats.h``.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jax_fused_adamw import _ffi
+from jax_fused_adamw._reference import gradient_divisor
+from jax_fused_adamw._stats_plan import MAX_ROWS, ROW_ELEMENTS, StatsPlan
+
+TILE_ELEMENTS = 4096  # jfa::kStatsTileElements
+
+_INFINITY_BITS = 0x7F800000
+_INT32_MAX = 2**31 - 1
+
+
+class Segment(NamedTuple):
+    """Rows that become one report."""
+
+    first_row: int
+    num_rows: int
+
+
+class Reports(NamedTuple):
+    """One value for each segment, after the members' axis if there is one."""
+
+    norm: Any  # float32
+    scaled_norm: Any  # float32: the norm times 2^-64, which no norm overflows
+    max_abs: Any  # float32
+    nonfinite: Any  # int32
+    rows: Any  # uint32[..., 3]
+
+
+def chunk_elements(leaf_sizes: Sequence[int]) -> int:
+    """Elements of a row: a tile, or more where that makes too many rows."""
+    elements = TILE_ELEMENTS
+    while sum(num_rows(size, elements) for size in leaf_sizes) > MAX_ROWS:
+        elements *= 2
+    return elements
+
+
+def num_rows(leaf_size: int, chunk: int) -> int:
+    """Rows of a leaf (of one member)."""
+    return -(-leaf_size // chunk)
+
+
+def member_sizes(grads: Sequence[Any], members: int | None) -> list[int]:
+    """Elements of each leaf, or of one of its members."""
+    axes = 0 if members is None else 1
+    return [math.prod(grad.shape[axes:]) for grad in grads]
+
+
+def analyze_gradient(
+    gradient_scale: jax.Array,
+    grads: Sequence[jax.Array],
+    members: int | None,
+    native: bool,
+) -> tuple[jax.Array, list[Segment]]:
+    """The rows of all leaves, and which rows are whose.
+
+    Args:
+      gradient_scale: float32, a scalar or one for each member.
+      grads: leaves; with ``members``, each with a leading axis of that size.
+      members: under vmap, how many.
+      native: the platform's kernel; else plain JAX.
+
+    Returns:
+      ``uint32[rows, 3]`` (``[members, rows, 3]``), and a segment for each leaf.
+    """
+    sizes = member_sizes(grads, members)
+    chunk = chunk_elements(sizes)
+    segments, first = [], 0
+    for size in sizes:
+        segments.append(Segment(first, num_rows(size, chunk)))
+        first += segments[-1].num_rows
+    analyze = analyze_p.bind if native else reference_analyze
+    return analyze(gradient_scale, *grads, members=members, chunk=chunk), segments
+
+
+def merge_gradient_stats(
+    rows: jax.Array, segments: Sequence[Segment], members: int | None, native: bool
+) -> Reports:
+    """One report for each segment of rows."""
+    merge = merge_p.bind if native else reference_merge
+    *reports, _ = merge(rows, segments=tuple(segments), members=members)
+    return Reports(*reports)
+
+
+def _leading(members: int | None) -> tuple[int, ...]:
+    return () if members is None else (members,)
+
+
+# --- analyze_gradient -----------------------------------------------------------------
+
+analyze_p = Primitive("analyze_gradient")
+
+
+@analyze_p.def_abstract_eval
+def _analyze_shape_rule(gradient_scale, *grads, members, chunk):
+    del gradient_scale
+    rows = sum(num_rows(size, chunk) for size in member_sizes(grads, members))
+    return ShapedArray((*_leading(members), rows, ROW_ELEMENTS), jnp.uint32)
+
+
+def _analyze_native_lowering(platform: str, ctx, *operands, members, chunk):
+    _ffi.require_module(platform)
+    call = jax.ffi.ffi_lowering(_ffi.ANALYZE_TARGET)
+    return call(
+        ctx,
+        *operands,
+        members=np.int64(1 if members is None else members),
+        chunk_elements=np.int64(chunk),
+    )
+
+
+def reference_analyze(gradient_scale, *grads, members, chunk):
+    """The same in plain JAX: all of a leaf in its first row, its others zero."""
+    leading = _leading(members)
+    divisor = gradient_divisor(gradient_scale)
+    if divisor.ndim:
+        divisor = divisor[:, None]
+    rows = [
+        _reference_row(grad.reshape(*leading, -1), divisor, num_rows(size, chunk))
+        for grad, size in zip(grads, member_sizes(grads, members), strict=True)
+        if size
+    ]
+    if not rows:
+        return jnp.zeros((*leading, 0, ROW_ELEMENTS), jnp.uint32)
+    return jnp.concatenate(rows, axis=-2)
+
+
+def _reference_row(grad, divisor, rows: int):
+    x = grad.astype(jnp.float32) / divisor
+    bits = lax.bitcast_convert_type(x, jnp.uint32) & 0x7FFFFFFF
+    max_bits = bits.max(axis=-1)
+    nonfinite = (bits >= _INFINITY_BITS).sum(axis=-1, dtype=jnp.uint32)
+    scaled = x * inverse_scale(max_bits)[..., None]
+    total = jnp.where(max_bits < _INFINITY_BITS, jnp.square(scaled).sum(axis=-1), 0.0)
+    row = [lax.bitcast_convert_type(total, jnp.uint32), max_bits, nonfinite]
+    row = jnp.stack(row, axis=-1)[..., None, :]
+    return jnp.pad(row, [(0, 0)] * (row.ndim - 2) + [(0, rows - 1), (0, 0)])
+
+
+def _exponent(max_bits):
+    return jnp.clip(max_bits >> 23, 1, 253)
+
+
+def inverse_scale(max_bits):
+    """The power of two that a row's elements were multiplied with."""
+    return lax.bitcast_convert_type((254 - _exponent(max_bits)) << 23, jnp.float32)
+
+
+# --- merge_gradient_stats -------------------------------------------------------------
+
+merge_p = Primitive("merge_gradient_stats")
+merge_p.multiple_results = True
+
+
+@merge_p.def_abstract_eval
+def _merge_shape_rule(rows, *, segments, members):
+    del rows
+    reports = (*_leading(members), len(segments))
+    scratch = sum(
+        sum(StatsPlan(segment.num_rows).levels)
+        for segment in segments
+        if segment.num_rows
+    )
+    return [
+        *(ShapedArray(reports, dtype) for dtype in 3 * (jnp.float32,)),
+        ShapedArray(reports, jnp.int32),
+        ShapedArray((*reports, ROW_ELEMENTS), jnp.uint32),
+        ShapedArray((*_leading(members), scratch, ROW_ELEMENTS), jnp.uint32),
+    ]
+
+
+def _merge_native_lowering(platform: str, ctx, rows, *, segments, members):
+    _ffi.require_module(platform)
+    first_rows, counts = zip(*segments) if segments else ((), ())
+    return jax.ffi.ffi_lowering(_ffi.MERGE_TARGET)(
+        ctx,
+        rows,
+        members=np.int64(1 if members is None else members),
+        first_rows=np.array(first_rows, np.int64),
+        num_rows=np.array(counts, np.int64),
+    )
+
+
+def reference_merge(rows, *, segments, members):
+    """The same in plain JAX and float32: a few ulp off the kernels."""
+    reports = [
+        _reference_report(rows[..., first : first + count, :])
+        for first, count in segments
+    ]
+    stacked = [
+        jnp.stack(column, axis=len(_leading(members))) for column in zip(*reports)
+    ]
+    return [*stacked, jnp.zeros((*_leading(members), 0, ROW_ELEMENTS), jnp.uint32)]
+
+
+def _reference_report(rows):
+    if rows.shape[-2] == 0:
+        rows = jnp.zeros((*rows.shape[:-2], 1, ROW_ELEMENTS), jnp.uint32)
+    sums = lax.bitcast_convert_type(rows[..., 0], jnp.float32)
+    max_bits = rows[..., 1].max(axis=-1)
+    # Two factors, since their product may leave float32's range. A small one vanishes.
+    ratio = inverse_scale(max_bits)[..., None] / inverse_scale(rows[..., 1])
+    total = (sums * ratio * ratio).sum(axis=-1)
+    counts = rows[..., 2]
+    # Saturates: float32 cannot miss a sum that leaves int32.
+    is_large = counts.astype(jnp.float32).sum(axis=-1) >= _INT32_MAX
+    nonfinite = jnp.where(is_large, _INT32_MAX, counts.sum(axis=-1, dtype=jnp.uint32))
+    is_finite = max_bits < _INFINITY_BITS
+    bad = jnp.where(max_bits > _INFINITY_BITS, jnp.nan, jnp.inf)
+    root = jnp.sqrt(total) / inverse_scale(max_bits)
+    norm = jnp.minimum(root, jnp.finfo(jnp.float32).max)
+    scaled = jnp.sqrt(total) * jnp.float32(2.0**-64) / inverse_scale(max_bits)
+    max_abs = lax.bitcast_convert_type(max_bits, jnp.float32)
+    total = jnp.where(is_finite, total, 0.0)
+    row = [
+        lax.bitcast_convert_type(total, jnp.uint32),
+        max_bits,
+        nonfinite.astype(jnp.uint32),
+    ]
+    return (
+        jnp.where(is_finite, norm, bad),
+        jnp.where(is_finite, scaled, bad),
+        jnp.where(is_finite, max_abs, bad),
+        nonfinite.astype(jnp.int32),
+        jnp.stack(row, axis=-1),
+    )
+
+
+# --- Registration ---------------------------------------------------------------------
+
+
+def _register(primitive, native_lowering, reference, multiple_results: bool) -> None:
+    @functools.cache
+    def jitted(**params):
+        return jax.jit(functools.partial(primitive.bind, **params))
+
+    @primitive.def_impl
+    def impl(*operands, **params):
+        # Under jax.disable_jit the jitted bind would come back here, for ever.
+        with jax.disable_jit(False):
+            return jitted(**params)(*operands)
+
+    for platform in ("cpu", "cuda"):
+        mlir.register_lowering(
+            primitive, functools.partial(native_lowering, platform), platform=platform
+        )
+    mlir.register_lowering(
+        primitive, mlir.lower_fun(reference, multiple_results=multiple_results)
+    )
+
+
+_register(analyze_p, _analyze_native_lowering, reference_analyze, False)
+_register(merge_p, _merge_native_lowering, reference_merge, True)
