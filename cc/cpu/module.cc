@@ -5,6 +5,8 @@
 #include "cpu/kernels.h"
 #include "ffi/operands.h"
 #include "ffi/stats.h"
+#include "ladder/checks.h"
+#include "ladder/handlers.h"
 
 namespace nb = nanobind;
 
@@ -18,6 +20,12 @@ NB_MODULE(_cpu, module) {
     targets[jfa::kUpdateTarget] = capsule(jfa::cpu::UpdateHandler());
     targets[jfa::kAnalyzeTarget] = capsule(jfa::cpu::AnalyzeHandler());
     targets[jfa::kMergeTarget] = capsule(jfa::cpu::MergeHandler());
+    return targets;
+  });
+  // The bench's, not registered before its ladder is run.
+  module.def("ladder_registrations", [] {
+    nb::dict targets;
+    targets[jfa::kLadderTarget] = nb::capsule(reinterpret_cast<void*>(jfa::cpu::LadderHandler()));
     return targets;
   });
   // Why the kernel cannot run here; empty if it can.

@@ -4,43 +4,63 @@
 
 #include <string>
 
+#include "cuda/stats.h"
 #include "cuda/update.h"
 #include "ffi/decoder.h"
 #include "ffi/operands.h"
+#include "ffi/stats.h"
 
 namespace jfa::cuda {
 namespace {
 
-namespace ffi = xla::ffi;
-
-ffi::Error ToError(const std::string& text) {
-  if (text.empty()) return ffi::Error::Success();
-  return ffi::Error::Internal("jax_fused_adamw: " + text);
-}
-
-ffi::Error InitializeImpl(ffi::RemainingArgs args, ffi::RemainingRets rets,
-                          ffi::Dictionary attributes) {
+ffi::Error UpdateInitializeImpl(ffi::RemainingArgs args, ffi::RemainingRets rets,
+                                ffi::Dictionary attributes) {
   const ffi::ErrorOr<UpdateOperands> operands = DecodeUpdate(args, rets, attributes);
   if (!operands.has_value()) return operands.error();
-  return ToError(PrepareUpdate(operands->leaves, operands->options));
+  return InternalError(PrepareUpdate(operands->leaves, operands->options));
 }
 
-ffi::Error ExecuteImpl(CuStream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                       ffi::Dictionary attributes) {
+ffi::Error UpdateExecuteImpl(CuStream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                             ffi::Dictionary attributes) {
   const ffi::ErrorOr<UpdateOperands> operands = DecodeUpdate(args, rets, attributes);
   if (!operands.has_value()) return operands.error();
-  return ToError(Update(stream, operands->step, operands->leaves, operands->options));
+  return InternalError(Update(stream, operands->step, operands->leaves, operands->options));
 }
+
+ffi::Error StatsInitializeImpl(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
+  return InternalError(PrepareStats());
+}
+
+ffi::Error AnalyzeExecuteImpl(CuStream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                              ffi::Dictionary attributes) {
+  const ffi::ErrorOr<AnalyzeOperands> operands = DecodeAnalyze(args, rets, attributes);
+  if (!operands.has_value()) return operands.error();
+  return InternalError(AnalyzeGradient(stream, *operands));
+}
+
+ffi::Error MergeExecuteImpl(CuStream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                            ffi::Dictionary attributes) {
+  const ffi::ErrorOr<MergeOperands> operands = DecodeMerge(args, rets, attributes);
+  if (!operands.has_value()) return operands.error();
+  return InternalError(MergeGradientStats(stream, *operands));
+}
+
+auto BindInitialize() { return BindAll(ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()); }
+auto BindExecute() { return BindAll(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CuStream>>()); }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER(kUpdateInitialize, InitializeImpl,
-                       BindAll(ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()));
-XLA_FFI_DEFINE_HANDLER(kUpdateExecute, ExecuteImpl,
-                       BindAll(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CuStream>>()),
+XLA_FFI_DEFINE_HANDLER(kUpdateInitialize, UpdateInitializeImpl, BindInitialize());
+XLA_FFI_DEFINE_HANDLER(kUpdateExecute, UpdateExecuteImpl, BindExecute(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kStatsInitialize, StatsInitializeImpl, BindInitialize());
+XLA_FFI_DEFINE_HANDLER(kAnalyzeExecute, AnalyzeExecuteImpl, BindExecute(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kMergeExecute, MergeExecuteImpl, BindExecute(),
                        {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_Handler* UpdateInitializeHandler() { return kUpdateInitialize; }
-XLA_FFI_Handler* UpdateExecuteHandler() { return kUpdateExecute; }
+Handlers UpdateHandlers() { return {kUpdateInitialize, kUpdateExecute}; }
+Handlers AnalyzeHandlers() { return {kStatsInitialize, kAnalyzeExecute}; }
+Handlers MergeHandlers() { return {kStatsInitialize, kMergeExecute}; }
 
 }  // namespace jfa::cuda

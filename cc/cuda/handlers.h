@@ -5,10 +5,17 @@
 
 namespace jfa::cuda {
 
-// Operands and results as ffi/operands.h lists them. Initialize loads the kernels, since that is
-// not allowed while XLA captures a graph; Execute only launches.
-XLA_FFI_Handler* UpdateInitializeHandler();
-XLA_FFI_Handler* UpdateExecuteHandler();
+// The stages of a call. `initialize` loads the kernels, since that is not allowed while XLA captures
+// a graph; `execute` only launches.
+struct Handlers {
+  XLA_FFI_Handler* initialize;
+  XLA_FFI_Handler* execute;
+};
+
+// Operands and results as ffi/operands.h and ffi/stats.h list them.
+Handlers UpdateHandlers();
+Handlers AnalyzeHandlers();
+Handlers MergeHandlers();
 
 }  // namespace jfa::cuda
 

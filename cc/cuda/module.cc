@@ -12,6 +12,9 @@
 #include "cuda/kernels.h"
 #include "cuda/nvrtc.h"
 #include "ffi/operands.h"
+#include "ffi/stats.h"
+#include "ladder/checks.h"
+#include "ladder/handlers.h"
 
 namespace nb = nanobind;
 
@@ -19,6 +22,13 @@ namespace {
 
 nb::capsule Capsule(XLA_FFI_Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
+nb::dict Stages(const jfa::cuda::Handlers& handlers) {
+  nb::dict stages;
+  stages["initialize"] = Capsule(handlers.initialize);
+  stages["execute"] = Capsule(handlers.execute);
+  return stages;
 }
 
 std::string UnavailableReason() {
@@ -58,11 +68,16 @@ NB_MODULE(_cuda, module) {
   // Why no kernel can run here; empty if one can.
   module.def("unavailable_reason", &UnavailableReason);
   module.def("registrations", [] {
-    nb::dict stages;
-    stages["initialize"] = Capsule(jfa::cuda::UpdateInitializeHandler());
-    stages["execute"] = Capsule(jfa::cuda::UpdateExecuteHandler());
     nb::dict targets;
-    targets[jfa::kUpdateTarget] = stages;
+    targets[jfa::kUpdateTarget] = Stages(jfa::cuda::UpdateHandlers());
+    targets[jfa::kAnalyzeTarget] = Stages(jfa::cuda::AnalyzeHandlers());
+    targets[jfa::kMergeTarget] = Stages(jfa::cuda::MergeHandlers());
+    return targets;
+  });
+  // The bench's, not registered before its ladder is run.
+  module.def("ladder_registrations", [] {
+    nb::dict targets;
+    targets[jfa::kLadderTarget] = Stages(jfa::cuda::LadderHandlers());
     return targets;
   });
   module.def("details", &Details);

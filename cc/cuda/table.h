@@ -3,8 +3,9 @@
 //
 // Words, for n leaves with b buffers each:
 //
-//   buffers       [n][b]   pointers: param, grad [, mu, nu [, nu_max]], then the outputs that are
-//                          not their inputs: [out] [mu_out, nu_out [, nu_max_out]]
+//   buffers       [n][b]   pointers. Update: param, grad [, mu, nu [, nu_max]], then the outputs
+//                          that are not their inputs: [out] [mu_out, nu_out [, nu_max_out]].
+//                          Statistics: grad
 //   sizes         [n]      member_elements << 8 | LeafFlags
 //   first_block   [n]      32-bit numbers, two a word: the launch's block where the leaf begins
 #ifndef JAX_FUSED_ADAMW_CC_CUDA_TABLE_H_
@@ -13,6 +14,7 @@
 #include "core/dtype.h"
 #include "core/macros.h"
 #include "core/scalars.h"
+#include "core/stats.h"
 #include "cuda/tuning.h"
 
 namespace jfa::cuda {
@@ -41,22 +43,11 @@ struct LeafFlags {
   }
 };
 
-// What is the same for every leaf of a launch.
-struct LaunchOptions {
-  int num_leaves;
-  int num_buffers;      // of one leaf
-  int arrival_counter;  // index of the launch's; negative if it does not count the step
-  bool maximize;
-  bool write_params;
-  bool out_apart;      // out has a buffer of its own
-  bool moments_apart;  // so have the new moments
-  long long members;
-};
-
 template <int kWords>
-struct UpdateArguments {
-  StepOperands step;
-  LaunchOptions options;
+struct LeafTable {
+  int num_leaves;
+  int num_buffers;  // of one leaf
+  long long members;
   Word64 words[kWords];
 
   // Leaves that fit.
@@ -64,20 +55,75 @@ struct UpdateArguments {
     return (2 * kWords - 1) / (2 * num_buffers + 3);
   }
 
-  JFA_HOST_DEVICE const Word64* sizes() const {
-    return words + options.num_leaves * options.num_buffers;
-  }
+  JFA_HOST_DEVICE const Word64* sizes() const { return words + num_leaves * num_buffers; }
   JFA_HOST_DEVICE const Word32* first_block() const {
-    return reinterpret_cast<const Word32*>(sizes() + options.num_leaves);
+    return reinterpret_cast<const Word32*>(sizes() + num_leaves);
   }
   JFA_HOST_DEVICE char* buffer(int leaf, int index) const {
-    return reinterpret_cast<char*>(words[leaf * options.num_buffers + index]);
+    return reinterpret_cast<char*>(words[leaf * num_buffers + index]);
   }
+};
+
+// What is the same for every leaf of an update.
+struct LaunchOptions {
+  int arrival_counter;  // index of the launch's; negative if it does not count the step
+  Clip clip;
+  bool maximize;
+  bool write_params;
+  bool out_apart;      // out has a buffer of its own
+  bool moments_apart;  // so have the new moments
+};
+
+template <int kWords>
+struct UpdateArguments {
+  StepOperands step;
+  LaunchOptions options;
+  LeafTable<kWords> table;
+};
+
+template <int kWords>
+struct AnalyzeArguments {
+  ScalarOperand<float> gradient_scale;
+  StatsRow* rows;
+  long long rows_per_member;
+  long long first_row;  // of a member's rows, that of the launch's first leaf
+  long long chunk_elements;
+  LeafTable<kWords> table;
+};
+
+// What a merge of rows reads and writes (core/stats_operands.h).
+struct MergeBuffers {
+  const StatsRow* rows;
+  long long rows_per_member;
+  StatsRow* scratch;
+  long long scratch_per_member;
+  StatsRow* merged;
+  float* norm;
+  float* scaled_norm;
+  float* max_abs;
+  int* nonfinite;
+};
+
+struct MergeEntry {
+  long long first_row;
+  long long num_rows;
+  long long first_scratch;  // of a member's scratch rows
+};
+
+template <int kEntries>
+struct MergeArguments {
+  MergeBuffers buffers;
+  int num_segments;   // of the call
+  int first_segment;  // of the launch
+  int num_entries;    // of the launch
+  MergeEntry entries[kEntries];
 };
 
 static_assert(sizeof(UpdateArguments<kSmallTableWords>) <= 4096, "what CUDA before 12.1 allowed");
 static_assert(sizeof(UpdateArguments<kLargeTableWords>) <= 32764,
               "what a kernel's parameters may be");
+static_assert(sizeof(AnalyzeArguments<kLargeTableWords>) <= 32764, "likewise");
+static_assert(sizeof(MergeArguments<kLargeMergeEntries>) <= 32764, "likewise");
 
 }  // namespace jfa::cuda
 

@@ -19,6 +19,13 @@ constexpr int kChunk = kThreads * kVector;
 constexpr int kSmallTableWords = 400;
 constexpr int kLargeTableWords = 4000;
 
+// Segments of the two tables of a merge of statistics: one report, or one a leaf.
+constexpr int kSmallMergeEntries = 1;
+constexpr int kLargeMergeEntries = 1024;
+
+// Threads that merge rows, a warp for 1024 of them at a time: one warp where there are no more.
+constexpr int kMergeThreads = 1024;
+
 // A launch of at most this many blocks that fits the small table is bound by latency: its kernel
 // counts the step too, which costs each block an atomic addition and saves a launch. About one
 // wave of a large GPU (132 multiprocessors with 9 of these blocks each on an H200), where all

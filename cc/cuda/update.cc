@@ -1,11 +1,11 @@
 #include "cuda/update.h"
 
-#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
 
 #include "core/chunks.h"
+#include "cuda/fill_table.h"
 #include "cuda/kernels.h"
 #include "cuda/table.h"
 #include "cuda/tuning.h"
@@ -69,72 +69,15 @@ std::vector<const void*> BuffersOf(const LeafOperands& leaf, const Plan& plan) {
 }
 
 bool IsAligned(const LeafOperands& leaf, const Plan& plan) {
-  const auto is_multiple = [](const void* pointer, int bytes) {
-    return reinterpret_cast<std::uintptr_t>(pointer) % static_cast<std::uintptr_t>(bytes) == 0;
-  };
-  const int param_bytes = kVector * SizeOf(leaf.param_dtype);
-  const int moment_bytes = kVector * SizeOf(DType::kFloat32);
-  bool aligned = is_multiple(leaf.param, param_bytes) && is_multiple(leaf.out, param_bytes) &&
-                 is_multiple(leaf.grad, kVector * SizeOf(leaf.grad_dtype));
-  for (const void* moment :
-       {static_cast<const void*>(leaf.mu), static_cast<const void*>(leaf.nu),
-        static_cast<const void*>(leaf.nu_max), static_cast<const void*>(leaf.mu_out),
-        static_cast<const void*>(leaf.nu_out), static_cast<const void*>(leaf.nu_max_out)}) {
-    aligned = aligned && is_multiple(moment, moment_bytes);
+  bool aligned = IsAligned(leaf.param, leaf.param_dtype) &&
+                 IsAligned(leaf.out, leaf.param_dtype) && IsAligned(leaf.grad, leaf.grad_dtype);
+  for (const float* moment : {leaf.mu, leaf.nu, leaf.nu_max,
+                              static_cast<const float*>(leaf.mu_out),
+                              static_cast<const float*>(leaf.nu_out),
+                              static_cast<const float*>(leaf.nu_max_out)}) {
+    aligned = aligned && IsAligned(moment, DType::kFloat32);
   }
-  // A later member begins in the middle of a leaf.
-  const long long members = plan.options.members;
-  return aligned && (members == 1 || leaf.num_elements / members % kVector == 0);
-}
-
-// Fills the table with leaves from *next on, as many as fit, and advances *next. Returns the
-// number of blocks.
-template <int kWords>
-unsigned FillTable(const Leaves& leaves, const Plan& plan, std::size_t* next,
-                   UpdateArguments<kWords>* args) {
-  const int num_buffers = plan.num_buffers();
-  const std::size_t capacity = UpdateArguments<kWords>::Capacity(num_buffers);
-  std::vector<const LeafOperands*> chosen;
-  std::vector<Word32> first_block;
-  long long blocks = 0;
-  constexpr long long kMaxBlocks = 0x7fffffff;
-  for (; *next < leaves.size() && chosen.size() < capacity; ++*next) {
-    const LeafOperands& leaf = leaves[*next];
-    const long long members = plan.options.members;
-    const long long more = BlocksInLeaf(members, leaf.num_elements / members, kChunk);
-    if (blocks + more > kMaxBlocks) break;
-    if (more == 0) continue;
-    chosen.push_back(&leaf);
-    first_block.push_back(static_cast<Word32>(blocks));
-    blocks += more;
-  }
-  LaunchOptions& options = args->options;
-  options.num_leaves = static_cast<int>(chosen.size());
-  options.num_buffers = num_buffers;
-  Word64* word = args->words;
-  for (const LeafOperands* leaf : chosen) {
-    for (const void* buffer : BuffersOf(*leaf, plan)) {
-      *word++ = reinterpret_cast<std::uintptr_t>(buffer);
-    }
-  }
-  for (const LeafOperands* leaf : chosen) {
-    const LeafFlags flags{leaf->param_dtype, leaf->grad_dtype, leaf->decays,
-                          IsAligned(*leaf, plan)};
-    const Word64 elements = static_cast<Word64>(leaf->num_elements / plan.options.members);
-    *word++ = elements << 8 | flags.Pack();
-  }
-  for (std::size_t i = 0; i < first_block.size(); i += 2) {
-    const Word64 high = i + 1 < first_block.size() ? first_block[i + 1] : 0;
-    *word++ = first_block[i] | high << 32;
-  }
-  return static_cast<unsigned>(blocks);
-}
-
-std::string Launch(CuStream stream, const Kernel& kernel, unsigned blocks, void** parameters) {
-  const Driver& driver = GetDriver();
-  const CuResult result = driver.LaunchKernel(kernel.function, blocks, 1, 1, kThreads, 1, 1, 0,
-                                              stream, parameters, nullptr);
-  return result == 0 ? "" : "launching a kernel: " + driver.Describe(result);
+  return aligned && MembersAreAligned(leaf.num_elements, plan.options.members);
 }
 
 // Launches one table of leaves from *next on.
@@ -146,16 +89,20 @@ std::string LaunchTable(CuStream stream, const StepOperands& operands, const Lea
   auto args = std::make_unique<UpdateArguments<kWords>>();
   args->step = operands;
   args->options.arrival_counter = arrival_counter;
+  args->options.clip = plan.options.clip;
   args->options.maximize = plan.options.maximize;
   args->options.write_params = plan.options.write_params;
   args->options.out_apart = plan.out_apart;
   args->options.moments_apart = plan.moments_apart;
-  args->options.members = plan.options.members;
-  const unsigned blocks = FillTable(leaves, plan, next, args.get());
-  if (blocks == 0) {
-    // Only empty leaves were left, or one whose blocks a launch cannot number.
-    return *next < leaves.size() ? "a leaf has more blocks than one launch can number" : "";
-  }
+  const auto size_of = [&](std::size_t i) { return leaves[i].num_elements; };
+  const auto describe = [&](std::size_t i) {
+    const LeafOperands& leaf = leaves[i];
+    const LeafFlags flags{leaf.param_dtype, leaf.grad_dtype, leaf.decays, IsAligned(leaf, plan)};
+    return TableLeaf{BuffersOf(leaf, plan), leaf.num_elements, flags};
+  };
+  const unsigned blocks = FillTable(leaves.size(), plan.num_buffers(), plan.options.members,
+                                    kChunk, size_of, describe, next, &args->table);
+  if (blocks == 0) return EmptyTableError(leaves.size(), *next);
   void* parameters[] = {args.get()};
   return Launch(stream, kernel, blocks, parameters);
 }
@@ -166,12 +113,11 @@ std::string LaunchCountStep(CuStream stream, const StepOperands& operands, const
   StepOperands step = operands;
   long long num_counts = operands.num_counts(plan.options.members);
   void* parameters[] = {&step, &num_counts};
-  const long long blocks = CeilDivide(num_counts, kThreads);
-  return Launch(stream, kernel, static_cast<unsigned>(blocks), parameters);
+  return Launch(stream, kernel, CeilDivide(num_counts, kThreads), parameters);
 }
 
 bool IsSmallGrid(const Leaves& leaves, const Plan& plan) {
-  const int capacity = UpdateArguments<kSmallTableWords>::Capacity(plan.num_buffers());
+  const int capacity = LeafTable<kSmallTableWords>::Capacity(plan.num_buffers());
   if (leaves.size() > static_cast<std::size_t>(capacity)) return false;
   const long long members = plan.options.members;
   long long blocks = 0;

@@ -46,7 +46,7 @@ struct VectorUpdate {
 template <Amsgrad kAmsgrad, bool kNesterov>
 __device__ __forceinline__ VectorUpdate UpdateVector(const AdamWScalars& scalars,
                                                      const GradientUnscale& unscale,
-                                                     float weight_decay, bool write_params,
+                                                     const GradientClip& clip, float weight_decay, bool write_params,
                                                      const Vector& param, const Vector& grad,
                                                      const Vector& mu, const Vector& nu,
                                                      const Vector& nu_max) {
@@ -54,8 +54,10 @@ __device__ __forceinline__ VectorUpdate UpdateVector(const AdamWScalars& scalars
   VectorUpdate result;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
-    const float g =
+    float g =
         unscale.exact_reciprocal ? unscale.Multiply(grad.value[i]) : unscale.Divide(grad.value[i]);
+    if (clip.by_norm) g = clip.ByNorm(g);
+    if (clip.by_value) g = clip.ByValue(g);
     const Moments old{mu.value[i], nu.value[i], nu_max.value[i]};
     const ElementUpdate next = adamw(param.value[i], g, old, weight_decay);
     result.out.value[i] = write_params ? param.value[i] + next.update : next.update;
@@ -72,11 +74,11 @@ __device__ void SkipChunk(const Arguments& args, int leaf, LeafFlags flags, cons
   const LaunchOptions& options = args.options;
   const OutputSlots slots = SlotsOf<Kernel>(options);
   const auto copy = [&](DType dtype, int from, int to) {
-    StoreRaw(dtype, args.buffer(leaf, to), span, LoadRaw(dtype, args.buffer(leaf, from), span));
+    StoreRaw(dtype, args.table.buffer(leaf, to), span, LoadRaw(dtype, args.table.buffer(leaf, from), span));
   };
   if (!options.write_params) {
     const Vector minus_zero{{-0.0f, -0.0f, -0.0f, -0.0f}};
-    StoreRaw(flags.param_dtype, args.buffer(leaf, slots.out), span,
+    StoreRaw(flags.param_dtype, args.table.buffer(leaf, slots.out), span,
              FromFloat(flags.param_dtype, minus_zero));
   } else if (options.out_apart) {
     copy(flags.param_dtype, 0, slots.out);
@@ -84,8 +86,8 @@ __device__ void SkipChunk(const Arguments& args, int leaf, LeafFlags flags, cons
   if (!options.moments_apart) return;
   const auto keep_moment = [&](int from, int to) {
     RawVector old{};
-    if (!Kernel::kZeroMoments) old = LoadRaw(DType::kFloat32, args.buffer(leaf, from), span);
-    StoreRaw(DType::kFloat32, args.buffer(leaf, to), span, old);
+    if (!Kernel::kZeroMoments) old = LoadRaw(DType::kFloat32, args.table.buffer(leaf, from), span);
+    StoreRaw(DType::kFloat32, args.table.buffer(leaf, to), span, old);
   };
   keep_moment(2, slots.mu);
   keep_moment(3, slots.nu);
@@ -102,14 +104,14 @@ struct ChunkPlace {
 
 template <typename Arguments>
 __device__ __forceinline__ ChunkPlace LocateChunk(const Arguments& args) {
-  const LaunchOptions& options = args.options;
+  const auto& table = args.table;
   const Word32 block = blockIdx.x;
   ChunkPlace place;
-  place.leaf = FindLeaf(args.first_block(), options.num_leaves, block);
-  const Word64 size = args.sizes()[place.leaf];
+  place.leaf = FindLeaf(table.first_block(), table.num_leaves, block);
+  const Word64 size = table.sizes()[place.leaf];
   place.flags = LeafFlags::Unpack(size);
-  const Block chunk = LocateBlock(block - args.first_block()[place.leaf],
-                                  static_cast<long long>(size >> 8), options.members, kChunk);
+  const Block chunk = LocateBlock(block - table.first_block()[place.leaf],
+                                  static_cast<long long>(size >> 8), table.members, kChunk);
   place.member = chunk.member;
   const int offset = static_cast<int>(threadIdx.x) * kVector;
   place.span.begin = chunk.begin + offset;
@@ -138,7 +140,7 @@ struct FirstReads {
 
 template <typename Arguments>
 __device__ __forceinline__ FirstReads ReadScalarsFirst(const Arguments& args, long long member) {
-  unsigned skip = args.step.skip_update.Read(member);
+  unsigned skip = args.step.Skips(member);
   HyperInput hyper{};
   if (threadIdx.x == 0) hyper.count = args.step.count.Read(member);
   if (threadIdx.x < kNumHyper) {
@@ -195,15 +197,15 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
   constexpr bool kHasMax = Kernel::kHasMax;
   const int leaf = place.leaf;
   const Span& span = place.span;
-  const RawVector raw_param = LoadRaw(dtypes.param, args.buffer(leaf, 0), span);
-  const RawVector raw_grad = LoadRaw(dtypes.grad, args.buffer(leaf, 1), span);
+  const RawVector raw_param = LoadRaw(dtypes.param, args.table.buffer(leaf, 0), span);
+  const RawVector raw_grad = LoadRaw(dtypes.grad, args.table.buffer(leaf, 1), span);
   RawVector raw_mu{};
   RawVector raw_nu{};
   RawVector raw_max{};
   if (!Kernel::kZeroMoments) {
-    raw_mu = LoadRaw(kMoment, args.buffer(leaf, 2), span);
-    raw_nu = LoadRaw(kMoment, args.buffer(leaf, 3), span);
-    if (kHasMax) raw_max = LoadRaw(kMoment, args.buffer(leaf, 4), span);
+    raw_mu = LoadRaw(kMoment, args.table.buffer(leaf, 2), span);
+    raw_nu = LoadRaw(kMoment, args.table.buffer(leaf, 3), span);
+    if (kHasMax) raw_max = LoadRaw(kMoment, args.table.buffer(leaf, 4), span);
   }
 
   Arrival arrival{};
@@ -214,24 +216,29 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
     hyper = ReadHyperInput(args, place.member);
   }
   __shared__ __align__(16) HyperTerms terms;
+  __shared__ GradientClip clip;
   if (threadIdx.x < kNumHyper) {
-    args.step.template SetTerms<kNesterov>(static_cast<int>(threadIdx.x), hyper.raw, hyper.count,
-                                           args.options.maximize, &terms);
+    const int index = static_cast<int>(threadIdx.x);
+    args.step.template SetTerms<kNesterov>(index, hyper.raw, hyper.count, args.options.maximize,
+                                           &terms);
+    if (index == static_cast<int>(Hyper::kMaxGrad)) {
+      clip = args.step.ReadClip(args.options.clip, terms.value[index], place.member);
+    }
   }
   __syncthreads();
   const AdamWScalars scalars = MakeScalars<kNesterov>(terms);
 
   const VectorUpdate next = UpdateVector<Kernel::kAmsgrad, kNesterov>(
-      scalars, MakeUnscale(terms), place.flags.decays ? scalars.weight_decay : 0.0f,
+      scalars, MakeUnscale(terms), clip, place.flags.decays ? scalars.weight_decay : 0.0f,
       args.options.write_params, ToFloat(dtypes.param, raw_param), ToFloat(dtypes.grad, raw_grad),
       ToFloat(kMoment, raw_mu), ToFloat(kMoment, raw_nu), ToFloat(kMoment, raw_max));
 
   const OutputSlots slots = SlotsOf<Kernel>(args.options);
-  StoreRaw(dtypes.param, args.buffer(leaf, slots.out), span, FromFloat(dtypes.param, next.out));
-  StoreRaw(kMoment, args.buffer(leaf, slots.mu), span, FromFloat(kMoment, next.mu));
-  StoreRaw(kMoment, args.buffer(leaf, slots.nu), span, FromFloat(kMoment, next.nu));
+  StoreRaw(dtypes.param, args.table.buffer(leaf, slots.out), span, FromFloat(dtypes.param, next.out));
+  StoreRaw(kMoment, args.table.buffer(leaf, slots.mu), span, FromFloat(kMoment, next.mu));
+  StoreRaw(kMoment, args.table.buffer(leaf, slots.nu), span, FromFloat(kMoment, next.nu));
   if (kHasMax) {
-    StoreRaw(kMoment, args.buffer(leaf, slots.nu_max), span, FromFloat(kMoment, next.nu_max));
+    StoreRaw(kMoment, args.table.buffer(leaf, slots.nu_max), span, FromFloat(kMoment, next.nu_max));
   }
   if (Kernel::kSmallGrid) CountStepIfLast(args, arrival);
 }
@@ -245,7 +252,7 @@ __device__ __forceinline__ void UpdateOneChunk(const Arguments& args) {
   const ChunkPlace place = LocateChunk(args);
   FirstReads first{};
   if (Kernel::kSmallGrid) first = ReadScalarsFirst(args, place.member);
-  const bool skip = Kernel::kSmallGrid ? first.skip : args.step.skip_update.Read(place.member) != 0;
+  const bool skip = Kernel::kSmallGrid ? first.skip : args.step.Skips(place.member);
   const HyperInput& hyper = first.hyper;
   if (skip) {
     SkipChunk<Kernel>(args, place.leaf, place.flags, place.span);

@@ -19,6 +19,12 @@ inline ffi::Error Invalid(const std::string& message) {
   return ffi::Error::InvalidArgument("jax_fused_adamw: " + message);
 }
 
+// Of an error text, empty on success.
+inline ffi::Error InternalError(const std::string& text) {
+  if (text.empty()) return ffi::Error::Success();
+  return ffi::Error::Internal("jax_fused_adamw: " + text);
+}
+
 // Products with as many members fit 64 bits.
 inline constexpr std::int64_t kMaxMembers = std::int64_t{1} << 40;
 

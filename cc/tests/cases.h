@@ -80,7 +80,7 @@ struct Case {
   std::size_t total() const { return n * static_cast<std::size_t>(members); }
 
   UpdateOptions Options() const {
-    return {amsgrad, nesterov, true, write_params, null_moments(), members};
+    return {amsgrad, clip, nesterov, true, write_params, null_moments(), members};
   }
 
   // The case that must have the same result: aligned, out of place, every input in a buffer.

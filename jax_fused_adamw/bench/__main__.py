@@ -18,6 +18,8 @@ from jax_fused_adamw.bench._shapes import (
 
 _QUICK_SHAPES = ("mlp", "resnet50")
 _ITERATIONS = {"cpu": 10, "gpu": 20}
+# What the ladder decides itself.
+_NOT_WITH_LADDER = ("rows", "dtype", "amsgrad", "shape", "shapes", "module", "elements")
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -31,6 +33,12 @@ def _make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     _add_models(parser.add_argument_group("what to update"))
     add("--rows", nargs="+", metavar="ROW", help="some of the rows (default: all)")
+    add(
+        "--ladder",
+        action="store_true",
+        help="instead, the steps from a plain loop to the packed kernel, on sizes of "
+        "their own",
+    )
     add(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -126,10 +134,13 @@ def _models(options: argparse.Namespace, platform: str) -> dict[str, Leaves]:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    options = _make_parser().parse_args(argv)
+    parser = _make_parser()
+    options = parser.parse_args(argv)
+    if options.ladder:
+        _check_ladder(options, parser)
     _require_packages()
     # Not at the top: they import the packages that may be missing.
-    from jax_fused_adamw.bench import _experiment, _report, _results
+    from jax_fused_adamw.bench import _experiment, _ladder, _report, _results
 
     if options.compare is not None:
         _report.print_comparison(*map(_results.read, options.compare))
@@ -145,14 +156,18 @@ def _run(argv: Sequence[str] | None) -> int:
             f"{', '.join(sorted(unknown))}"
         )
     platform = _platform()
-    rows = [_experiment.ROWS[name] for name in options.rows or _experiment.ROWS]
+    if options.ladder:
+        models, rows = _ladder.ladder_models(), _ladder.LADDER_ROWS
+    else:
+        models = _models(options, platform)
+        rows = [_experiment.ROWS[name] for name in options.rows or _experiment.ROWS]
     how = _experiment.Options(
         dtype=options.dtype,
         amsgrad=options.amsgrad,
         iterations=options.iterations or _ITERATIONS.get(platform, 10),
         samples=options.samples,
     )
-    results = _experiment.run_bench(_models(options, platform), rows, how)
+    results = _experiment.run_bench(models, rows, how)
     _report.print_results(results)
     if options.json is not None:
         _results.write(results, options.json)
@@ -164,6 +179,14 @@ def _run(argv: Sequence[str] | None) -> int:
     bad = (_results.WRONG, _results.FAILED)
     wrong = any(row.status in bad for _, row in results.rows())
     return 1 if wrong or losses else 0
+
+
+def _check_ladder(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    for name in _NOT_WITH_LADDER:
+        if getattr(options, name) != parser.get_default(name):
+            raise BenchError(
+                f"--ladder has rows, sizes and gradients of its own: leave out --{name}"
+            )
 
 
 def _check_paths(options: argparse.Namespace) -> None:

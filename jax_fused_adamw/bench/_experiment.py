@@ -118,7 +118,7 @@ class _Entry:
             ours=row.ours,
             status=MEASURED,
             reason=self.reason,
-            num_bytes=row.num_bytes(problem),
+            num_bytes=row.num_bytes(row.variant(problem)),
             wall_ms=Spread.of(self.wall_ms),
             device_us=Spread.of([d.us for d in self.device]) if self.device else None,
             launches=max((d.launches for d in self.device), default=None),
@@ -127,7 +127,7 @@ class _Entry:
         )
         percent = None
         # Where the device's time was lost, the host's does not stand in for it.
-        if result.num_bytes and (self.device or not _has_profiler()):
+        if result.num_bytes and (self.device or not _is_profiled(row)):
             num_bytes = result.num_bytes * num_parameters(problem.leaves)
             (step_us,) = comparable_us([result])
             percent = percent_of_limit(num_bytes, step_us / 1e6, limit)
@@ -136,6 +136,10 @@ class _Entry:
 
 def _has_profiler() -> bool:
     return jax.default_backend() == "gpu"
+
+
+def _is_profiled(row: Row) -> bool:
+    return _has_profiler() and not row.on_host
 
 
 def _measure_model(
@@ -175,22 +179,24 @@ class _Expected:
 
     def __init__(self, problem: Problem, iterations: int):
         self._problem, self.iterations = problem, iterations
-        self._reference = functools.cache(
-            functools.partial(_check.reference, problem, iterations)
-        )
+        self._references: dict[tuple[str, bool], Numbers] = {}
 
     def difference(self, row: Row, numbers: Numbers) -> str | None:
         if row.skips:
             return _check.difference(numbers, self._problem.start(), _check.EXACT)
         # Without AMSGrad both rules are one; with it, each is computed once.
-        expected = self._reference(row.optax_amsgrad and self._problem.amsgrad)
-        return _check.difference(numbers, expected, _check.tolerances(self.iterations))
+        problem = row.variant(self._problem)
+        key = problem.dtype, row.optax_amsgrad and problem.amsgrad
+        if key not in self._references:
+            self._references[key] = _check.reference(problem, self.iterations, key[1])
+        allowed = _check.tolerances(self.iterations)
+        return _check.difference(numbers, self._references[key], allowed)
 
 
 def _warm(entry: _Entry, problem: Problem, expected: _Expected) -> None:
     """Compiles the row, takes a batch of steps and checks it."""
     with _stopping(entry):
-        entry.stepper = entry.row.build(problem)
+        entry.stepper = entry.row.build(entry.row.variant(problem))
         _run_batch(entry, expected)
 
 
@@ -200,7 +206,7 @@ def _sample(entry: _Entry, expected: _Expected) -> None:
         seconds = _run_batch(entry, expected)
         if entry.status == MEASURED:
             entry.wall_ms.append(1e3 * seconds / expected.iterations)
-            if _has_profiler():
+            if _is_profiled(entry.row):
                 _run_batch(entry, expected, profiled=True)
 
 
