@@ -23,9 +23,7 @@ struct GradientClip {
   bool by_norm;    // whether the norm exceeds the limit
   bool by_value;
 
-  JFA_HOST_DEVICE float ByNorm(float gradient) const {
-    return gradient * prescale / norm * limit;
-  }
+  JFA_HOST_DEVICE float ByNorm(float gradient) const { return gradient * prescale / norm * limit; }
   JFA_HOST_DEVICE float ByValue(float gradient) const {
     return gradient > limit ? limit : gradient < -limit ? -limit : gradient;
   }

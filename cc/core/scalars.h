@@ -52,9 +52,9 @@ struct StepOperands {
   const Word32* hyper_bits = nullptr;
   bool hyper_bits_per_member = false;
   ScalarOperand<float> traced[kNumHyper];  // null where hyper_bits holds the value
-  ScalarOperand<float> norm;         // null unless it clips by the norm
-  ScalarOperand<float> scaled_norm;  // as norm
-  ScalarOperand<int> nonfinite;      // null unless a non-finite gradient skips the step
+  ScalarOperand<float> norm;               // null unless it clips by the norm
+  ScalarOperand<float> scaled_norm;        // as norm
+  ScalarOperand<int> nonfinite;            // null unless a non-finite gradient skips the step
   ScalarOperand<int> skipped;
   ScalarOperand<int> consecutive;
   CounterResults new_counts;

@@ -21,8 +21,8 @@ struct GradLeaf {
 struct AnalyzeOperands {
   ScalarOperand<float> gradient_scale;
   std::vector<GradLeaf> leaves;
-  StatsRow* rows;           // [members][RowsPerMember()]
-  long long members;        // slices of each leaf; 1 unless vmap made more
+  StatsRow* rows;            // [members][RowsPerMember()]
+  long long members;         // slices of each leaf; 1 unless vmap made more
   long long chunk_elements;  // a multiple of kStatsTileElements
 
   long long RowsOfLeaf(const GradLeaf& leaf) const {

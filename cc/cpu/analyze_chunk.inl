@@ -1,5 +1,5 @@
-// The CPU kernel of gradient statistics: one chunk to one row, by the tree of core/stats.h. Included
-// by one .cc for each instruction set, after cpu/tiles.inl.
+// The CPU kernel of gradient statistics: one chunk to one row, by the tree of core/stats.h.
+// Included by one .cc for each instruction set, after cpu/tiles.inl.
 //
 // The 512 sums that a GPU keeps in the registers of 128 lanes are an array here, and its lanes are
 // vector lanes.

@@ -28,8 +28,7 @@ ffi::Error AnalyzeImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remai
   return ffi::Error::Success();
 }
 
-ffi::Error MergeImpl(ffi::RemainingArgs args, ffi::RemainingRets rets,
-                     ffi::Dictionary attributes) {
+ffi::Error MergeImpl(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
   const ffi::ErrorOr<MergeOperands> operands = DecodeMerge(args, rets, attributes);
   if (!operands.has_value()) return operands.error();
   MergeGradientStats(*operands);

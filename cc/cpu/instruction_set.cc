@@ -20,7 +20,8 @@ Supported Detect() {
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     supported.Add({"avx512", avx512::UpdateOneBlock, avx512::AnalyzeChunk});
   }
-  if (__builtin_cpu_supports("avx2")) supported.Add({"avx2", avx2::UpdateOneBlock, avx2::AnalyzeChunk});
+  if (__builtin_cpu_supports("avx2"))
+    supported.Add({"avx2", avx2::UpdateOneBlock, avx2::AnalyzeChunk});
 #endif
   supported.Add({"portable", portable::UpdateOneBlock, portable::AnalyzeChunk});
   return supported;

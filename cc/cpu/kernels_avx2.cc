@@ -4,7 +4,6 @@
 #include "cpu/kernels.h"
 
 #define JFA_ISA avx2
-#include "cpu/tiles.inl"
-
 #include "cpu/analyze_chunk.inl"
+#include "cpu/tiles.inl"
 #include "cpu/update_block.inl"

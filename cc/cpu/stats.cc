@@ -51,8 +51,8 @@ StatsRow AnalyzeRow(const InstructionSet& isa, const AnalyzeOperands& operands,
   const int i = FindLeaf(first_rows.data(), static_cast<int>(operands.leaves.size()), row);
   const GradLeaf& leaf = operands.leaves[static_cast<std::size_t>(i)];
   const std::int64_t member_elements = leaf.num_elements / operands.members;
-  const std::int64_t offset = (row - first_rows[static_cast<std::size_t>(i)]) *
-                              operands.chunk_elements;
+  const std::int64_t offset =
+      (row - first_rows[static_cast<std::size_t>(i)]) * operands.chunk_elements;
   const std::int64_t left = member_elements - offset;
   AnalyzeBlock block;
   block.grad = static_cast<const char*>(leaf.grad) +
@@ -70,8 +70,7 @@ void MergeGradientStats(const MergeOperands& operands) {
   for (std::int64_t member = 0; member < operands.members; ++member) {
     const StatsRow* rows = operands.rows + member * operands.rows_per_member;
     for (const MergeSegment& segment : operands.segments) {
-      const StatsSums sums =
-          MergeSegmentRows(rows + segment.first_row, segment.num_rows, scratch);
+      const StatsSums sums = MergeSegmentRows(rows + segment.first_row, segment.num_rows, scratch);
       scratch += ScratchRows(segment.num_rows);
       const StatsReport report = ReportOf(sums);
       operands.merged[result] = RowOf(sums);

@@ -5,8 +5,8 @@
 
 namespace jfa::cuda {
 
-// The stages of a call. `initialize` loads the kernels, since that is not allowed while XLA captures
-// a graph; `execute` only launches.
+// The stages of a call. `initialize` loads the kernels, since that is not allowed while XLA
+// captures a graph; `execute` only launches.
 struct Handlers {
   XLA_FFI_Handler* initialize;
   XLA_FFI_Handler* execute;

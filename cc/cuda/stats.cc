@@ -34,8 +34,8 @@ std::string LaunchAnalyze(CuStream stream, const AnalyzeOperands& operands, std:
   const auto size_of = [&](std::size_t i) { return operands.leaves[i].num_elements; };
   const auto describe = [&](std::size_t i) {
     const GradLeaf& leaf = operands.leaves[i];
-    const bool aligned = IsAligned(leaf.grad, leaf.dtype) &&
-                         MembersAreAligned(leaf.num_elements, operands.members);
+    const bool aligned =
+        IsAligned(leaf.grad, leaf.dtype) && MembersAreAligned(leaf.num_elements, operands.members);
     const LeafFlags flags{DType::kFloat32, leaf.dtype, false, aligned};
     return TableLeaf{{leaf.grad}, leaf.num_elements, flags};
   };
@@ -45,9 +45,8 @@ std::string LaunchAnalyze(CuStream stream, const AnalyzeOperands& operands, std:
   args->rows_per_member = operands.RowsPerMember();
   args->first_row = *first_row;
   args->chunk_elements = operands.chunk_elements;
-  const unsigned blocks =
-      FillTable(operands.leaves.size(), 1, operands.members, operands.chunk_elements, size_of,
-                describe, next, &args->table);
+  const unsigned blocks = FillTable(operands.leaves.size(), 1, operands.members,
+                                    operands.chunk_elements, size_of, describe, next, &args->table);
   if (blocks == 0) return EmptyTableError(operands.leaves.size(), *next);
   *first_row += blocks / operands.members;
   void* parameters[] = {args.get()};

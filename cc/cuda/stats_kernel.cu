@@ -74,8 +74,8 @@ __device__ __forceinline__ Tile LoadTile(const RowPlace& place, long long tile_b
     const Vector stored = ToFloat(kDType, raw[r]);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      const float x =
-          unscale.exact_reciprocal ? unscale.Multiply(stored.value[i]) : unscale.Divide(stored.value[i]);
+      const float x = unscale.exact_reciprocal ? unscale.Multiply(stored.value[i])
+                                               : unscale.Divide(stored.value[i]);
       tile.round[r].value[i] = i < spans[r].left ? x : 0.0f;
     }
   }
@@ -200,8 +200,7 @@ __device__ __forceinline__ void MergeOneSegment(const Arguments& args) {
   const int entry = static_cast<int>(blockIdx.x % args.num_entries);
   const MergeEntry& segment = args.entries[entry];
   const StatsRow* rows = buffers.rows + member * buffers.rows_per_member + segment.first_row;
-  StatsRow* scratch =
-      buffers.scratch + member * buffers.scratch_per_member + segment.first_scratch;
+  StatsRow* scratch = buffers.scratch + member * buffers.scratch_per_member + segment.first_scratch;
   long long num_rows = segment.num_rows;
   const int warp = static_cast<int>(threadIdx.x / 32);
   const int num_warps = static_cast<int>(blockDim.x / 32);
@@ -233,12 +232,12 @@ __device__ __forceinline__ void MergeOneSegment(const Arguments& args) {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kAnalyzeBlocks)
     AnalyzeGradientSmall(const __grid_constant__ AnalyzeArguments<kSmallTableWords> args) {
   AnalyzeOneRow(args);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kAnalyzeBlocks)
     AnalyzeGradientLarge(const __grid_constant__ AnalyzeArguments<kLargeTableWords> args) {
   AnalyzeOneRow(args);
 }

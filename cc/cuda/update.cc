@@ -69,12 +69,11 @@ std::vector<const void*> BuffersOf(const LeafOperands& leaf, const Plan& plan) {
 }
 
 bool IsAligned(const LeafOperands& leaf, const Plan& plan) {
-  bool aligned = IsAligned(leaf.param, leaf.param_dtype) &&
-                 IsAligned(leaf.out, leaf.param_dtype) && IsAligned(leaf.grad, leaf.grad_dtype);
-  for (const float* moment : {leaf.mu, leaf.nu, leaf.nu_max,
-                              static_cast<const float*>(leaf.mu_out),
-                              static_cast<const float*>(leaf.nu_out),
-                              static_cast<const float*>(leaf.nu_max_out)}) {
+  bool aligned = IsAligned(leaf.param, leaf.param_dtype) && IsAligned(leaf.out, leaf.param_dtype) &&
+                 IsAligned(leaf.grad, leaf.grad_dtype);
+  for (const float* moment :
+       {leaf.mu, leaf.nu, leaf.nu_max, static_cast<const float*>(leaf.mu_out),
+        static_cast<const float*>(leaf.nu_out), static_cast<const float*>(leaf.nu_max_out)}) {
     aligned = aligned && IsAligned(moment, DType::kFloat32);
   }
   return aligned && MembersAreAligned(leaf.num_elements, plan.options.members);
@@ -100,8 +99,8 @@ std::string LaunchTable(CuStream stream, const StepOperands& operands, const Lea
     const LeafFlags flags{leaf.param_dtype, leaf.grad_dtype, leaf.decays, IsAligned(leaf, plan)};
     return TableLeaf{BuffersOf(leaf, plan), leaf.num_elements, flags};
   };
-  const unsigned blocks = FillTable(leaves.size(), plan.num_buffers(), plan.options.members,
-                                    kChunk, size_of, describe, next, &args->table);
+  const unsigned blocks = FillTable(leaves.size(), plan.num_buffers(), plan.options.members, kChunk,
+                                    size_of, describe, next, &args->table);
   if (blocks == 0) return EmptyTableError(leaves.size(), *next);
   void* parameters[] = {args.get()};
   return Launch(stream, kernel, blocks, parameters);

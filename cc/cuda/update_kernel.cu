@@ -43,10 +43,29 @@ struct VectorUpdate {
   Vector nu_max;
 };
 
+// What the update sees of a gradient.
+__device__ __forceinline__ Vector PrepareGradient(const Vector& grad,
+                                                  const GradientUnscale& unscale,
+                                                  const GradientClip& clip) {
+  Vector g;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    g.value[i] =
+        unscale.exact_reciprocal ? unscale.Multiply(grad.value[i]) : unscale.Divide(grad.value[i]);
+  }
+  if (clip.by_norm) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) g.value[i] = clip.ByNorm(g.value[i]);
+  } else if (clip.by_value) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) g.value[i] = clip.ByValue(g.value[i]);
+  }
+  return g;
+}
+
 template <Amsgrad kAmsgrad, bool kNesterov>
 __device__ __forceinline__ VectorUpdate UpdateVector(const AdamWScalars& scalars,
-                                                     const GradientUnscale& unscale,
-                                                     const GradientClip& clip, float weight_decay, bool write_params,
+                                                     float weight_decay, bool write_params,
                                                      const Vector& param, const Vector& grad,
                                                      const Vector& mu, const Vector& nu,
                                                      const Vector& nu_max) {
@@ -54,12 +73,8 @@ __device__ __forceinline__ VectorUpdate UpdateVector(const AdamWScalars& scalars
   VectorUpdate result;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
-    float g =
-        unscale.exact_reciprocal ? unscale.Multiply(grad.value[i]) : unscale.Divide(grad.value[i]);
-    if (clip.by_norm) g = clip.ByNorm(g);
-    if (clip.by_value) g = clip.ByValue(g);
     const Moments old{mu.value[i], nu.value[i], nu_max.value[i]};
-    const ElementUpdate next = adamw(param.value[i], g, old, weight_decay);
+    const ElementUpdate next = adamw(param.value[i], grad.value[i], old, weight_decay);
     result.out.value[i] = write_params ? param.value[i] + next.update : next.update;
     result.mu.value[i] = next.moments.mu;
     result.nu.value[i] = next.moments.nu;
@@ -74,7 +89,8 @@ __device__ void SkipChunk(const Arguments& args, int leaf, LeafFlags flags, cons
   const LaunchOptions& options = args.options;
   const OutputSlots slots = SlotsOf<Kernel>(options);
   const auto copy = [&](DType dtype, int from, int to) {
-    StoreRaw(dtype, args.table.buffer(leaf, to), span, LoadRaw(dtype, args.table.buffer(leaf, from), span));
+    StoreRaw(dtype, args.table.buffer(leaf, to), span,
+             LoadRaw(dtype, args.table.buffer(leaf, from), span));
   };
   if (!options.write_params) {
     const Vector minus_zero{{-0.0f, -0.0f, -0.0f, -0.0f}};
@@ -226,15 +242,16 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
     }
   }
   __syncthreads();
+  const Vector grad = PrepareGradient(ToFloat(dtypes.grad, raw_grad), MakeUnscale(terms), clip);
   const AdamWScalars scalars = MakeScalars<kNesterov>(terms);
-
   const VectorUpdate next = UpdateVector<Kernel::kAmsgrad, kNesterov>(
-      scalars, MakeUnscale(terms), clip, place.flags.decays ? scalars.weight_decay : 0.0f,
-      args.options.write_params, ToFloat(dtypes.param, raw_param), ToFloat(dtypes.grad, raw_grad),
-      ToFloat(kMoment, raw_mu), ToFloat(kMoment, raw_nu), ToFloat(kMoment, raw_max));
+      scalars, place.flags.decays ? scalars.weight_decay : 0.0f, args.options.write_params,
+      ToFloat(dtypes.param, raw_param), grad, ToFloat(kMoment, raw_mu), ToFloat(kMoment, raw_nu),
+      ToFloat(kMoment, raw_max));
 
   const OutputSlots slots = SlotsOf<Kernel>(args.options);
-  StoreRaw(dtypes.param, args.table.buffer(leaf, slots.out), span, FromFloat(dtypes.param, next.out));
+  StoreRaw(dtypes.param, args.table.buffer(leaf, slots.out), span,
+           FromFloat(dtypes.param, next.out));
   StoreRaw(kMoment, args.table.buffer(leaf, slots.mu), span, FromFloat(kMoment, next.mu));
   StoreRaw(kMoment, args.table.buffer(leaf, slots.nu), span, FromFloat(kMoment, next.nu));
   if (kHasMax) {

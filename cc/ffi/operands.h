@@ -2,8 +2,8 @@
 // dtypes only, never contents: on a GPU the pointers are device memory.
 //
 //   arguments  count, skip_update, hyper_bits, traced... [, norm, scaled_norm] [, nonfinite]
-//              [, skipped, consecutive] (core/scalars.h), then num_after arrays that the call waits for and does not read, then
-//              params..., grads... [, mu..., nu... [, nu_max...]]
+//              [, skipped, consecutive] (core/scalars.h), then num_after arrays that the call waits
+//              for and does not read, then params..., grads... [, mu..., nu... [, nu_max...]]
 //   results    params... (write_params) or updates..., mu..., nu... [, nu_max...]
 //              [, count, skipped, consecutive]
 //   attributes amsgrad, members, num_after i64, nesterov, maximize, write_params bool,
