@@ -1,8 +1,9 @@
 // The CPU kernel of gradient statistics: one chunk to one row, by the tree of core/stats.h.
-// Included by one .cc for each instruction set, after cpu/tiles.inl.
+// Included by one .cc for each instruction set, which defines JFA_ISA.
 //
 // The 512 sums that a GPU keeps in the registers of 128 lanes are an array here, and its lanes are
 // vector lanes.
+#include "cpu/tiles.inl"
 
 namespace jfa::cpu::JFA_ISA {
 namespace {

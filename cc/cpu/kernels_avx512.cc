@@ -5,5 +5,4 @@
 
 #define JFA_ISA avx512
 #include "cpu/analyze_chunk.inl"
-#include "cpu/tiles.inl"
 #include "cpu/update_block.inl"

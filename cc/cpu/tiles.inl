@@ -1,8 +1,10 @@
 // Elements as float32 tiles, for the CPU kernels. Included by one .cc for each instruction set,
-// which defines JFA_ISA, before the kernels.
+// which defines JFA_ISA, through its kernels.
 //
 // No function of the standard library may be called here or in a kernel: the linker could serve a
 // copy of it that was compiled for another instruction set.
+#ifndef JAX_FUSED_ADAMW_CC_CPU_TILES_INL_
+#define JAX_FUSED_ADAMW_CC_CPU_TILES_INL_
 
 namespace jfa::cpu::JFA_ISA {
 namespace {
@@ -78,3 +80,5 @@ const float* ClipTile(const GradientClip& clip, const float* grad, std::int64_t 
 
 }  // namespace
 }  // namespace jfa::cpu::JFA_ISA
+
+#endif  // JAX_FUSED_ADAMW_CC_CPU_TILES_INL_

@@ -1,9 +1,11 @@
-// The CPU kernel of the update. Included by one .cc for each instruction set, after cpu/tiles.inl.
+// The CPU kernel of the update. Included by one .cc for each instruction set, which defines
+// JFA_ISA.
 //
 // A block is worked on in tiles that stay in the L1 cache. Low-precision gradients and parameters,
 // and gradients that need a scale, pass through a float32 buffer of one tile, so the update loop
 // sees float32 only and is instantiated for its options, not for every pair of dtypes. float32
 // buffers are used where they lie.
+#include "cpu/tiles.inl"
 
 namespace jfa::cpu::JFA_ISA {
 namespace {
