@@ -68,7 +68,7 @@ std::vector<const void*> BuffersOf(const LeafOperands& leaf, const Plan& plan) {
   return buffers;
 }
 
-bool IsAligned(const LeafOperands& leaf, const Plan& plan) {
+bool LeafIsAligned(const LeafOperands& leaf, const Plan& plan) {
   bool aligned = IsAligned(leaf.param, leaf.param_dtype) && IsAligned(leaf.out, leaf.param_dtype) &&
                  IsAligned(leaf.grad, leaf.grad_dtype);
   for (const float* moment :
@@ -96,7 +96,8 @@ std::string LaunchTable(CuStream stream, const StepOperands& operands, const Lea
   const auto size_of = [&](std::size_t i) { return leaves[i].num_elements; };
   const auto describe = [&](std::size_t i) {
     const LeafOperands& leaf = leaves[i];
-    const LeafFlags flags{leaf.param_dtype, leaf.grad_dtype, leaf.decays, IsAligned(leaf, plan)};
+    const LeafFlags flags{leaf.param_dtype, leaf.grad_dtype, leaf.decays,
+                          LeafIsAligned(leaf, plan)};
     return TableLeaf{BuffersOf(leaf, plan), leaf.num_elements, flags};
   };
   const unsigned blocks = FillTable(leaves.size(), plan.num_buffers(), plan.options.members, kChunk,
