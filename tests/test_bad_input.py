@@ -69,16 +69,18 @@ BAD_OPTIONS = [
     (dict(implementation="cuda"), ValueError, "implementation"),
     (dict(seed=0.5), TypeError, "seed"),
     (dict(mu_dtype="bf17"), TypeError, "mu_dtype"),
+    (dict(max_grad_norm=-1.0), ValueError, "max_grad_norm"),
+    (dict(max_grad_norm=np.nan), ValueError, "max_grad_norm"),
+    (dict(max_grad_norm="1"), TypeError, "max_grad_norm"),
+    (dict(max_grad_norm=jnp.ones(2)), ValueError, "max_grad_norm"),
+    (dict(max_grad_value=-0.5), ValueError, "max_grad_value"),
+    (dict(skip_nonfinite=1), TypeError, "skip_nonfinite"),
 ]
 
 NOT_BUILT = [
     dict(mu_dtype=jnp.bfloat16),
     dict(nu_dtype=jnp.float16),
     dict(master_weights=True),
-    dict(max_grad_norm=1.0),
-    dict(max_grad_norm=jnp.array(1.0)),
-    dict(max_grad_norm=0.0),
-    dict(skip_nonfinite=True),
     dict(lr_scale={"layer": 0.1}),
     dict(ema_decay=0.999),
     dict(packed_state=True),
@@ -249,7 +251,12 @@ BAD_CALLS = {
     "bool scale": (dict(gradient_scale=jnp.array(True)), TypeError, "gradient_scale"),
     "complex scale": (dict(gradient_scale=1j), TypeError, "gradient_scale"),
     "string scale": (dict(gradient_scale="2"), TypeError, "gradient_scale"),
-    "report": (dict(report=object()), NotImplementedError, "report"),
+    "report": (dict(report=object()), TypeError, "report must be a GradReport"),
+    "report's dtype": (
+        dict(report=jfa.GradReport(1.0, jnp.float32(1), jnp.int32(0))),
+        TypeError,
+        "report.norm must be a float32 scalar",
+    ),
 }
 
 

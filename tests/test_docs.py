@@ -17,14 +17,19 @@ PUBLIC = {name: x for name, x in PUBLIC.items() if not inspect.ismodule(x)}
 
 def test_public_names_are_the_documented_ones():
     assert set(PUBLIC) == {
+        "ClipByGlobalNormState",
         "FusedAdamW",
         "FusedAdamWState",
+        "GradReport",
         "InPlaceUpdate",
         "KernelInfo",
         "NativeModule",
+        "StatsPlan",
         "StepControl",
         "adamw_step",
+        "clip_by_global_norm",
         "fused_adamw",
+        "grad_stats",
         "kernel_info",
         "step",
     }

@@ -384,7 +384,13 @@ def _encode(**values):
     from jax_fused_adamw._hyperparams import encode
 
     defaults = dict(
-        learning_rate=0.1, b1=0.9, b2=0.999, eps=1e-8, eps_root=0.0, weight_decay=0.1
+        learning_rate=0.1,
+        b1=0.9,
+        b2=0.999,
+        eps=1e-8,
+        eps_root=0.0,
+        weight_decay=0.1,
+        max_grad=np.inf,
     )
     return encode({**defaults, **values})
 
