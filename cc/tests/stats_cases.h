@@ -222,7 +222,7 @@ inline std::vector<StatsCase> NonfiniteCases() {
   std::vector<StatsCase> cases;
   for (const DType dtype : kDTypes) {
     for (unsigned kind = 0; kind < FormatOf(dtype).Nonfinite().size(); ++kind) {
-      for (const std::size_t n : {3, 515, 4096, 9001}) {
+      for (const std::size_t n : {3, 515, 9001}) {
         for (const float scale : {1.0f, 4.0f, 3.0f}) {
           StatsCase c{{n, 5}, kind, dtype, 1, 1, {scale}, Magnitude::kOrdinary};
           c.planted.kind = kind;
