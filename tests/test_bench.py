@@ -18,6 +18,7 @@ from jax_fused_adamw.bench import (
     _check,
     _experiment,
     _measure,
+    _protocol,
     _report,
     _results,
     _rows,
@@ -242,14 +243,14 @@ def test_wrong_step_shows_its_difference_and_no_speed(
 
 def test_rows_take_turns_from_one_start_in_alternating_order(run_bench, monkeypatch):
     batches = []
-    run_batch = _experiment._run_batch
+    run_batch = _protocol._run_batch
 
     def recorded(entry, expected, **options):
         if not options.get("profiled"):  # a GPU has one more after each timed batch
             batches.append(entry.row.name)
         return run_batch(entry, expected, **options)
 
-    monkeypatch.setattr(_experiment, "_run_batch", recorded)
+    monkeypatch.setattr(_protocol, "_run_batch", recorded)
     _, results = run_bench("--rows", "step", "staged", "--samples", "3")
     warm_up, forth, back = ["step", "staged"], ["step", "staged"], ["staged", "step"]
     assert batches == 2 * [*warm_up, *forth, *back, *forth]
@@ -462,8 +463,8 @@ def on_a_gpu(monkeypatch, num_events):
         events = {"Stream #13(Compute)": [2000.0] * num_events(steps)}
         return _measure.read_device_time(canned_profile(events), steps)
 
-    monkeypatch.setattr(_experiment, "_has_profiler", lambda: True)
-    monkeypatch.setattr(_experiment, "profile_device", profile_device)
+    monkeypatch.setattr(_protocol, "has_profiler", lambda: True)
+    monkeypatch.setattr(_protocol, "profile_device", profile_device)
 
 
 def test_device_time_decides_where_there_is_a_profiler(run_bench, monkeypatch):

@@ -133,6 +133,7 @@ class Row:
       skips: whether every step is a skipped one, which changes nothing.
       optax_amsgrad: whether AMSGrad is optax's rule (the maximum of the corrected
         moment) instead of PyTorch's.
+      profiled: whether its device time is measured too, where there is a profiler.
     """
 
     name: str
@@ -141,6 +142,7 @@ class Row:
     ours: bool = False
     skips: bool = False
     optax_amsgrad: bool = False
+    profiled: bool = True
 
 
 def gradient_bytes(problem: Problem) -> int:
