@@ -120,7 +120,8 @@ def save_plot(results: TrainResults, path: pathlib.Path) -> None:
     axes = figure.subplots(len(results.models), squeeze=False)[:, 0]
     for ax, model in zip(axes, results.models, strict=True):
         _plot_workload(ax, model)
-    axes[0].legend(loc="lower right", fontsize=8)
+    parts = axes[0].get_legend_handles_labels()
+    figure.legend(*parts, loc="outside lower center", ncols=2, fontsize=8)
     figure.suptitle(results.machine["device"])
     save_figure(figure, path)
 

@@ -71,8 +71,10 @@ class _Expected:
         self._losses: dict[str, np.ndarray] = {}
 
     def difference(self, row: _Row, losses: np.ndarray) -> str | None:
+        if not np.isfinite(losses).all():
+            return "a loss is not finite"
         if row.peer is None:
-            return None if np.isfinite(losses).all() else "a loss is not finite"
+            return None
         if row.name == row.peer:
             self._losses.setdefault(row.peer, losses)
         if row.peer not in self._losses:
