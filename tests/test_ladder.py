@@ -122,6 +122,8 @@ def bits_after(row, steps=3):
     return jax.device_get((stepper.numbers(), stepper._state.count))
 
 
+# On a GPU the two start from numbers that different XLA backends have made.
+@pytest.mark.platform("cpu")
 def test_plain_loop_gives_the_bits_of_the_packed_kernel():
     loop = bits_after(ROWS["cpu loop"])
     assert loop[1] == 5
