@@ -1,13 +1,13 @@
 # JFA_CUDA_EMBEDDED: the source file that holds the kernels, as text for NVRTC and, where nvcc is
-# used, as a fatbin.
+# used, as fatbins.
 
 set(JFA_CUDA_HEADERS
   core/adamw.h core/chunks.h core/counts.h core/dtype.h core/macros.h core/scalars.h
   cuda/io.cuh cuda/table.h cuda/tuning.h)
-set(JFA_CUDA_KERNEL cuda/update_kernel.cu)
+set(JFA_CUDA_KERNELS cuda/update_kernel.cu ladder/ladder_kernel.cu)
 set(JFA_CUDA_EMBEDDED ${CMAKE_CURRENT_BINARY_DIR}/embedded.cc)
-list(TRANSFORM JFA_CUDA_HEADERS PREPEND ${PROJECT_SOURCE_DIR}/cc/ OUTPUT_VARIABLE jfa_cuda_sources)
-list(APPEND jfa_cuda_sources ${PROJECT_SOURCE_DIR}/cc/${JFA_CUDA_KERNEL})
+set(jfa_cuda_sources ${JFA_CUDA_HEADERS} ${JFA_CUDA_KERNELS})
+list(TRANSFORM jfa_cuda_sources PREPEND ${PROJECT_SOURCE_DIR}/cc/)
 
 # Whether nvcc can compile the kernels: CUDA 12.1 allows their parameters, and the host compiler
 # must suit it. Leaves the reason in REASON otherwise.
@@ -26,7 +26,7 @@ function(jfa_check_nvcc nvcc reason)
   endif()
 endfunction()
 
-set(jfa_fatbin "")
+set(jfa_fatbins "")
 set(jfa_architectures "")
 set(jfa_no_nvcc "")
 if(JAX_FUSED_ADAMW_CUDA STREQUAL "OFF")
@@ -73,20 +73,27 @@ else()
   endif()
   list(APPEND jfa_gencode -gencode=arch=compute_${jfa_last},code=compute_${jfa_last})
   list(APPEND jfa_architectures "${jfa_last}-ptx")
-  set(jfa_fatbin ${CMAKE_CURRENT_BINARY_DIR}/update_kernel.fatbin)
-  # --fmad=false: each operation rounds as on every other platform (cc/core/adamw.h).
-  add_custom_command(OUTPUT ${jfa_fatbin}
-    COMMAND ${JFA_NVCC} -fatbin -std=c++17 -O3 --fmad=false --threads 0 ${jfa_gencode}
-      -I${PROJECT_SOURCE_DIR}/cc -o ${jfa_fatbin} ${PROJECT_SOURCE_DIR}/cc/${JFA_CUDA_KERNEL}
-    DEPENDS ${jfa_cuda_sources} VERBATIM)
+  foreach(kernel IN LISTS JFA_CUDA_KERNELS)
+    get_filename_component(name ${kernel} NAME_WE)
+    set(fatbin ${CMAKE_CURRENT_BINARY_DIR}/${name}.fatbin)
+    # --fmad=false: each operation rounds as on every other platform (cc/core/adamw.h).
+    add_custom_command(OUTPUT ${fatbin}
+      COMMAND ${JFA_NVCC} -fatbin -std=c++17 -O3 --fmad=false --threads 0 ${jfa_gencode}
+        -I${PROJECT_SOURCE_DIR}/cc -o ${fatbin} ${PROJECT_SOURCE_DIR}/cc/${kernel}
+      DEPENDS ${jfa_cuda_sources} VERBATIM)
+    list(APPEND jfa_fatbins ${fatbin})
+  endforeach()
   list(JOIN jfa_architectures " " jfa_architectures)
   message(STATUS "CUDA kernels: ${JFA_NVCC} for ${jfa_architectures}")
 endif()
 
-list(JOIN JFA_CUDA_HEADERS "\\;" jfa_headers)
+foreach(files JFA_CUDA_HEADERS JFA_CUDA_KERNELS jfa_fatbins)
+  list(JOIN ${files} "\\;" ${files}_argument)
+endforeach()
 add_custom_command(OUTPUT ${JFA_CUDA_EMBEDDED}
-  COMMAND ${CMAKE_COMMAND} -DSOURCE_DIR=${PROJECT_SOURCE_DIR}/cc -DKERNEL=${JFA_CUDA_KERNEL}
-    "-DHEADERS=${jfa_headers}" -DFATBIN=${jfa_fatbin} "-DARCHITECTURES=${jfa_architectures}"
+  COMMAND ${CMAKE_COMMAND} -DSOURCE_DIR=${PROJECT_SOURCE_DIR}/cc
+    "-DKERNELS=${JFA_CUDA_KERNELS_argument}" "-DHEADERS=${JFA_CUDA_HEADERS_argument}"
+    "-DFATBINS=${jfa_fatbins_argument}" "-DARCHITECTURES=${jfa_architectures}"
     -DOUTPUT=${JFA_CUDA_EMBEDDED} -P ${PROJECT_SOURCE_DIR}/cmake/embed.cmake
-  DEPENDS ${jfa_cuda_sources} ${jfa_fatbin} ${PROJECT_SOURCE_DIR}/cmake/embed.cmake
+  DEPENDS ${jfa_cuda_sources} ${jfa_fatbins} ${PROJECT_SOURCE_DIR}/cmake/embed.cmake
     ${PROJECT_SOURCE_DIR}/cc/cuda/nvrtc.cc)

@@ -1,6 +1,6 @@
 # Writes OUTPUT, the definitions of cc/cuda/embedded.h.
-#   SOURCE_DIR  cc       HEADERS  paths below it       KERNEL  path below it
-#   FATBIN      a file, or empty       ARCHITECTURES  for people
+#   SOURCE_DIR  cc       HEADERS, KERNELS  paths below it
+#   FATBINS     one for each of KERNELS, or none       ARCHITECTURES  for people
 set(all_text "")
 set(entries "")
 foreach(header IN LISTS HEADERS)
@@ -8,16 +8,27 @@ foreach(header IN LISTS HEADERS)
   string(APPEND all_text "${text}")
   string(APPEND entries "    {\"${header}\", R\"jfa_text(${text})jfa_text\"},\n")
 endforeach()
-file(READ "${SOURCE_DIR}/${KERNEL}" kernel)
-# nvrtc.cc has the options that the source is compiled with.
+# nvrtc.cc has the options that the sources are compiled with.
 file(READ "${SOURCE_DIR}/cuda/nvrtc.cc" options)
-string(SHA256 hash "${all_text}${kernel}${options}")
-set(fatbin_definition "const unsigned char* EmbeddedFatbin() { return nullptr; }")
-if(FATBIN)
-  file(READ "${FATBIN}" hex HEX)
-  string(REGEX REPLACE "(..)" "0x\\1," bytes "${hex}")
-  set(fatbin_definition "alignas(16) static const unsigned char kFatbin[] = {${bytes}};\nconst unsigned char* EmbeddedFatbin() { return kFatbin; }")
-endif()
+set(definitions "")
+foreach(kernel IN LISTS KERNELS)
+  file(READ "${SOURCE_DIR}/${kernel}" source)
+  string(SHA256 hash "${all_text}${source}${options}")
+  get_filename_component(file ${kernel} NAME)
+  get_filename_component(name ${kernel} NAME_WE)
+  set(fatbin nullptr)
+  if(FATBINS)
+    list(POP_FRONT FATBINS path)
+    file(READ "${path}" hex HEX)
+    string(REGEX REPLACE "(..)" "0x\\1," bytes "${hex}")
+    set(fatbin ${name}_fatbin)
+    string(APPEND definitions
+      "alignas(16) static const unsigned char ${fatbin}[] = {${bytes}};\n")
+  endif()
+  string(APPEND definitions "const EmbeddedKernels ${name} = {
+    \"${file}\", R\"jfa_text(${source})jfa_text\",
+    \"${hash}\", ${fatbin}};\n")
+endforeach()
 file(WRITE "${OUTPUT}" "// Written by cmake/embed.cmake.
 #include \"cuda/embedded.h\"
 
@@ -29,10 +40,10 @@ ${entries}    {nullptr, nullptr}};
   return files;
 }
 
-const char* EmbeddedKernelSource() { return R\"jfa_text(${kernel})jfa_text\"; }
-const char* EmbeddedSourceHash() { return \"${hash}\"; }
 const char* EmbeddedFatbinArchitectures() { return \"${ARCHITECTURES}\"; }
-${fatbin_definition}
+
+namespace embedded {
+${definitions}}  // namespace embedded
 
 }  // namespace jfa::cuda
 ")

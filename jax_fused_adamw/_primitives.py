@@ -12,6 +12,7 @@ nor differentiated.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,14 +108,14 @@ def _check_leaf(i: int, buffers: Buffers) -> None:
 # --- Lowerings ------------------------------------------------------------------------
 
 
-def _aliases(config: UpdateConfig) -> dict[int, int]:
+def aliases(config: UpdateConfig) -> dict[int, int]:
     """Operand index -> result index: all but gradients and what cannot change."""
     if not config.alias:
         return {}
     n, first = config.num_leaves, config.first_leaf
     kinds = {0: 0} if config.write_params else {}
     kinds |= {kind: kind - 1 for kind in range(2, config.num_operand_kinds)}
-    aliases = {
+    pairs = {
         first + operand_kind * n + i: result_kind * n + i
         for operand_kind, result_kind in kinds.items()
         for i in range(n)
@@ -122,8 +123,24 @@ def _aliases(config: UpdateConfig) -> dict[int, int]:
     if config.count_step:
         counters = (0, config.num_scalars - 2, config.num_scalars - 1)
         first_result = config.num_result_kinds * n
-        aliases |= {counter: first_result + i for i, counter in enumerate(counters)}
-    return aliases
+        pairs |= {counter: first_result + i for i, counter in enumerate(counters)}
+    return pairs
+
+
+def attributes(config: UpdateConfig) -> dict[str, Any]:
+    """What the native handler is told of the call, as ``cc/ffi/operands.h`` has it."""
+    return {
+        "amsgrad": np.int64(AMSGRAD_KINDS.index(config.amsgrad)),
+        "count_step": np.bool_(config.count_step),
+        "decays": np.array(config.decays, np.uint8),
+        "maximize": np.bool_(config.maximize),
+        "members": np.int64(1 if config.members is None else config.members),
+        "nesterov": np.bool_(config.nesterov),
+        "num_after": np.int64(config.num_after),
+        "traced": np.array([h in config.traced for h in HYPERPARAMETERS], np.uint8),
+        "write_params": np.bool_(config.write_params),
+        "zero_moments": np.bool_(config.zero_moments),
+    }
 
 
 def _update_native_lowering(platform: str, ctx, *operands, config: UpdateConfig):
@@ -135,22 +152,9 @@ def _update_native_lowering(platform: str, ctx, *operands, config: UpdateConfig)
         )
         return split(ctx, *operands, config=config)
     call = jax.ffi.ffi_lowering(
-        _ffi.UPDATE_TARGET, operand_output_aliases=_aliases(config)
+        _ffi.UPDATE_TARGET, operand_output_aliases=aliases(config)
     )
-    return call(
-        ctx,
-        *operands,
-        amsgrad=np.int64(AMSGRAD_KINDS.index(config.amsgrad)),
-        count_step=np.bool_(config.count_step),
-        decays=np.array(config.decays, np.uint8),
-        maximize=np.bool_(config.maximize),
-        members=np.int64(1 if config.members is None else config.members),
-        nesterov=np.bool_(config.nesterov),
-        num_after=np.int64(config.num_after),
-        traced=np.array([h in config.traced for h in HYPERPARAMETERS], np.uint8),
-        write_params=np.bool_(config.write_params),
-        zero_moments=np.bool_(config.zero_moments),
-    )
+    return call(ctx, *operands, **attributes(config))
 
 
 def _update_in_calls(leaves_per_call: int, *operands, config: UpdateConfig):

@@ -155,7 +155,7 @@ def test_compare_prints_what_both_have(tmp_path, capsys):
         (["--json", "/no/such/folder/x"], ["--json", "folder that exists"]),
         (["--plot", "/tmp"], ["--plot", "folder that exists"]),
         (["--plot", "bars.txt"], ["--plot 'bars.txt'", ".png"]),
-        (["--ladder"], ["--ladder"]),
+        (["--no-such-option"], ["--no-such-option"]),
     ],
     ids=lambda value: " ".join(value)[:24] or None,
 )

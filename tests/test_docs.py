@@ -19,9 +19,11 @@ def test_public_names_are_the_documented_ones():
     assert set(PUBLIC) == {
         "FusedAdamW",
         "FusedAdamWState",
+        "GradReport",
         "InPlaceUpdate",
         "KernelInfo",
         "NativeModule",
+        "StatsPlan",
         "StepControl",
         "adamw_step",
         "fused_adamw",

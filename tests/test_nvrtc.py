@@ -36,16 +36,15 @@ def _embedded_headers():
     return re.search(r"set\(JFA_CUDA_HEADERS\s+(.*?)\)", text, re.S)[1].split()
 
 
-def _compile(nvrtc, *options):
+def _compile(nvrtc, source, *options):
     names = _embedded_headers()
     texts = [(ROOT / "cc" / name).read_bytes() for name in names]
-    source = (ROOT / "cc" / "cuda" / "update_kernel.cu").read_bytes()
     strings = ctypes.c_char_p * len(names)
     program = ctypes.c_void_p()
     created = nvrtc.nvrtcCreateProgram(
         ctypes.byref(program),
-        source,
-        b"update_kernel.cu",
+        (ROOT / "cc" / source).read_bytes(),
+        source.encode(),
         len(names),
         strings(*texts),
         strings(*(name.encode() for name in names)),
@@ -68,13 +67,23 @@ def _compile(nvrtc, *options):
 def test_every_kernel(nvrtc, rule, leaf_class):
     _compile(
         nvrtc,
+        "cuda/update_kernel.cu",
         "-arch=sm_80",
         f"-DJFA_ONLY_RULE={rule}",
         f"-DJFA_ONLY_CLASS={leaf_class}",
     )
 
 
-@pytest.mark.parametrize("architecture", [75, 86, 89, 90, 100, 120])
+ARCHITECTURES = pytest.mark.parametrize("architecture", [75, 86, 89, 90, 100, 120])
+
+
+@ARCHITECTURES
 def test_every_architecture(nvrtc, architecture):
     options = ("-DJFA_ONLY_RULE=0", "-DJFA_ONLY_CLASS=0")
-    _compile(nvrtc, f"-arch=sm_{architecture}", *options)
+    target = f"-arch=sm_{architecture}"
+    _compile(nvrtc, "cuda/update_kernel.cu", target, *options)
+
+
+@ARCHITECTURES
+def test_ladder_on_every_architecture(nvrtc, architecture):
+    _compile(nvrtc, "ladder/ladder_kernel.cu", f"-arch=sm_{architecture}")

@@ -4,6 +4,8 @@
 #include "cpu/handlers.h"
 #include "cpu/kernels.h"
 #include "ffi/operands.h"
+#include "ladder/checks.h"
+#include "ladder/handlers.h"
 
 namespace nb = nanobind;
 
@@ -12,6 +14,12 @@ NB_MODULE(_cpu, module) {
   module.def("registrations", [] {
     nb::dict targets;
     targets[jfa::kUpdateTarget] = nb::capsule(reinterpret_cast<void*>(jfa::cpu::UpdateHandler()));
+    return targets;
+  });
+  // The bench's, not registered before its ladder is run.
+  module.def("ladder_registrations", [] {
+    nb::dict targets;
+    targets[jfa::kLadderTarget] = nb::capsule(reinterpret_cast<void*>(jfa::cpu::LadderHandler()));
     return targets;
   });
   // Why the kernel cannot run here; empty if it can.

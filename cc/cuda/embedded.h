@@ -11,12 +11,20 @@ struct EmbeddedFile {
   const char* text;
 };
 
-const EmbeddedFile* EmbeddedHeaders();
-const char* EmbeddedKernelSource();
-const char* EmbeddedSourceHash();  // of all of them
+// A source with kernels in it: as text for NVRTC, and as nvcc compiled it at build time.
+struct EmbeddedKernels {
+  const char* name;  // "update_kernel.cu"
+  const char* source;
+  const char* hash;             // of the source, the headers and the options of compiling
+  const unsigned char* fatbin;  // null where there was no nvcc
+};
 
-// What nvcc compiled at build time: a fatbin, or null where there was no nvcc.
-const unsigned char* EmbeddedFatbin();
+namespace embedded {
+extern const EmbeddedKernels update_kernel;
+extern const EmbeddedKernels ladder_kernel;
+}  // namespace embedded
+
+const EmbeddedFile* EmbeddedHeaders();      // of both
 const char* EmbeddedFatbinArchitectures();  // "75 80 90 120-ptx", for people
 
 }  // namespace jfa::cuda

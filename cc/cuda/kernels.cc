@@ -7,14 +7,14 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/embedded.h"
 #include "cuda/kernel_cache.h"
 #include "cuda/nvrtc.h"
+#include "cuda/tuning.h"
 
 namespace jfa::cuda {
 namespace {
 
-// nvcc's module, which holds all kernels, has the group "".
+// The source and the group; nvcc's module, which holds all of a source, has the group "".
 using ModuleKey = std::pair<CuContext, std::string>;
 using FunctionKey = std::pair<CuContext, std::string>;
 
@@ -35,6 +35,8 @@ struct ModuleOrError {
   std::string error;
 };
 
+bool HasFatbin() { return embedded::update_kernel.fatbin != nullptr; }
+
 int Architecture(const Driver& driver, std::string* error) {
   CuDevice device = 0;
   int major = 0;
@@ -53,8 +55,8 @@ ModuleOrError LoadImage(const Driver& driver, const void* image) {
   return loaded;
 }
 
-ModuleOrError LoadFatbin(const Driver& driver) {
-  ModuleOrError loaded = LoadImage(driver, EmbeddedFatbin());
+ModuleOrError LoadFatbin(const Driver& driver, const EntryPoint& entry_point) {
+  ModuleOrError loaded = LoadImage(driver, entry_point.kernels->fatbin);
   if (loaded.error.empty()) return loaded;
   std::string ignored;
   loaded.error += "; they were compiled for sm " + std::string(EmbeddedFatbinArchitectures()) +
@@ -63,39 +65,42 @@ ModuleOrError LoadFatbin(const Driver& driver) {
   return loaded;
 }
 
-ModuleOrError LoadWithNvrtc(const Driver& driver, const KernelName& name) {
+ModuleOrError LoadWithNvrtc(const Driver& driver, const EntryPoint& entry_point) {
   std::string error;
   const int architecture = Architecture(driver, &error);
   if (!error.empty()) return {nullptr, error};
-  const std::string key = std::string(EmbeddedSourceHash()) + "-nvrtc" + NvrtcVersion() + "-sm" +
-                          std::to_string(architecture) + "-" + name.Group();
+  const EmbeddedKernels& kernels = *entry_point.kernels;
+  const std::string key = std::string(kernels.hash) + "-nvrtc" + NvrtcVersion() + "-sm" +
+                          std::to_string(architecture) + "-" + entry_point.group;
   const std::vector<char> cached = ReadCachedKernel(key);
   if (!cached.empty()) {
     ModuleOrError loaded = LoadImage(driver, cached.data());
     if (loaded.error.empty()) return loaded;
   }
-  const Compilation compilation =
-      CompileWithNvrtc(name.Rule(), static_cast<int>(name.leaf_class), architecture);
+  const Compilation compilation = CompileWithNvrtc(kernels, entry_point.macros, architecture);
   if (!compilation.ok()) return {nullptr, compilation.error};
   WriteCachedKernel(key, compilation.cubin);
   return LoadImage(driver, compilation.cubin.data());
 }
 
 // The caller holds the mutex.
-ModuleOrError GetModule(const Driver& driver, CuContext context, const KernelName& name) {
+ModuleOrError GetModule(const Driver& driver, CuContext context, const EntryPoint& entry_point) {
   std::string error;
   const Compiler compiler = ChooseCompiler(&error);
   if (compiler == Compiler::kNone) return {nullptr, error};
-  const ModuleKey key{context, compiler == Compiler::kNvcc ? "" : name.Group()};
+  const bool with_nvcc = compiler == Compiler::kNvcc;
+  const ModuleKey key{context, entry_point.kernels->name + (with_nvcc ? "" : entry_point.group)};
   const auto found = All().modules.find(key);
   if (found != All().modules.end()) return {found->second, ""};
   ModuleOrError loaded =
-      compiler == Compiler::kNvcc ? LoadFatbin(driver) : LoadWithNvrtc(driver, name);
+      with_nvcc ? LoadFatbin(driver, entry_point) : LoadWithNvrtc(driver, entry_point);
   if (loaded.error.empty()) All().modules[key] = loaded.module;
   return loaded;
 }
 
-Kernel GetFunction(const KernelName& name, const std::string& entry_point) {
+}  // namespace
+
+Kernel GetKernel(const EntryPoint& entry_point) {
   const Driver& driver = GetDriver();
   Kernel kernel;
   kernel.error = driver.error;
@@ -105,33 +110,31 @@ Kernel GetFunction(const KernelName& name, const std::string& entry_point) {
   if (current != 0) kernel.error = "asking for the CUDA context: " + driver.Describe(current);
   if (current == 0 && context == nullptr) kernel.error = "no CUDA context is current";
   if (!kernel.ok()) return kernel;
-  const FunctionKey key{context, name.Group() + entry_point};
+  const FunctionKey key{context, entry_point.kernels->name + entry_point.group + entry_point.name};
   const std::lock_guard<std::mutex> lock(All().mutex);
   const auto found = All().functions.find(key);
   if (found != All().functions.end()) {
     kernel.function = found->second;
     return kernel;
   }
-  const ModuleOrError loaded = GetModule(driver, context, name);
+  const ModuleOrError loaded = GetModule(driver, context, entry_point);
   kernel.error = loaded.error;
   if (!kernel.ok()) return kernel;
   const CuResult result =
-      driver.ModuleGetFunction(&kernel.function, loaded.module, entry_point.c_str());
+      driver.ModuleGetFunction(&kernel.function, loaded.module, entry_point.name.c_str());
   if (result != 0) {
-    kernel.error = "finding " + entry_point + ": " + driver.Describe(result);
+    kernel.error = "finding " + entry_point.name + ": " + driver.Describe(result);
   } else {
     All().functions[key] = kernel.function;
   }
   return kernel;
 }
 
-}  // namespace
-
 Compiler ChooseCompiler(std::string* error) {
   const char* wanted = std::getenv("JAX_FUSED_ADAMW_CUDA_COMPILER");
-  if (wanted == nullptr || *wanted == '\0') wanted = EmbeddedFatbin() ? "nvcc" : "nvrtc";
+  if (wanted == nullptr || *wanted == '\0') wanted = HasFatbin() ? "nvcc" : "nvrtc";
   if (std::strcmp(wanted, "nvcc") == 0) {
-    if (EmbeddedFatbin() != nullptr) return Compiler::kNvcc;
+    if (HasFatbin()) return Compiler::kNvcc;
     *error = "JAX_FUSED_ADAMW_CUDA_COMPILER=nvcc, but this build found no nvcc";
   } else if (std::strcmp(wanted, "nvrtc") == 0) {
     *error = NvrtcError();
@@ -151,10 +154,25 @@ std::string KernelName::String() const {
   return std::string("Update") + (small_grid ? "Small" : "Large") + Group();
 }
 
-Kernel GetKernel(const KernelName& name) { return GetFunction(name, name.String()); }
+EntryPoint KernelName::InGroup(const std::string& name) const {
+  return {&embedded::update_kernel,
+          Group(),
+          {"JFA_ONLY_RULE=" + std::to_string(Rule()),
+           "JFA_ONLY_CLASS=" + std::to_string(static_cast<int>(leaf_class))},
+          name};
+}
+
+Kernel GetKernel(const KernelName& name) { return GetKernel(name.InGroup(name.String())); }
 
 Kernel GetCountStepKernel(const KernelName& same_module) {
-  return GetFunction(same_module, "CountStep");
+  return GetKernel(same_module.InGroup("CountStep"));
+}
+
+std::string Launch(CuStream stream, const Kernel& kernel, long long blocks, void** parameters) {
+  const Driver& driver = GetDriver();
+  const CuResult result = driver.LaunchKernel(kernel.function, static_cast<unsigned>(blocks), 1, 1,
+                                              kThreads, 1, 1, 0, stream, parameters, nullptr);
+  return result == 0 ? "" : "launching a kernel: " + driver.Describe(result);
 }
 
 }  // namespace jfa::cuda

@@ -1,12 +1,14 @@
 // Kernels as the driver knows them: loaded once for each context, from the fatbin that nvcc made
-// or from what NVRTC makes here.
+// or from what NVRTC makes here; and their launch.
 #ifndef JAX_FUSED_ADAMW_CC_CUDA_KERNELS_H_
 #define JAX_FUSED_ADAMW_CC_CUDA_KERNELS_H_
 
 #include <string>
+#include <vector>
 
 #include "core/adamw.h"
 #include "cuda/driver.h"
+#include "cuda/embedded.h"
 #include "cuda/table.h"
 
 namespace jfa::cuda {
@@ -17,6 +19,14 @@ enum class Compiler { kNone, kNvcc, kNvrtc };
 // With kNone, `error` says why.
 Compiler ChooseCompiler(std::string* error);
 
+// An entry point of any source.
+struct EntryPoint {
+  const EmbeddedKernels* kernels;
+  std::string group;                // what is compiled together at run time
+  std::vector<std::string> macros;  // and selects it: NAME=VALUE
+  std::string name;
+};
+
 // One entry point of update_kernel.cu.
 struct KernelName {
   bool small_grid;
@@ -25,8 +35,9 @@ struct KernelName {
   bool nesterov;
 
   int Rule() const { return 2 * static_cast<int>(amsgrad) + (nesterov ? 1 : 0); }
-  std::string Group() const;  // what is compiled together at run time: rule and leaf class
+  std::string Group() const;  // rule and leaf class
   std::string String() const;
+  EntryPoint InGroup(const std::string& name) const;  // an entry point compiled with this one
 };
 
 struct Kernel {
@@ -38,10 +49,15 @@ struct Kernel {
 
 // For the calling thread's current context. The first call may compile and load: not while a
 // stream is being captured. Later ones only look up.
+Kernel GetKernel(const EntryPoint& entry_point);
 Kernel GetKernel(const KernelName& name);
 
 // The kernel that only counts the step, from the module of another one.
 Kernel GetCountStepKernel(const KernelName& same_module);
+
+// Submits `blocks` blocks of kThreads threads to the stream. Returns an error text, empty on
+// success.
+std::string Launch(CuStream stream, const Kernel& kernel, long long blocks, void** parameters);
 
 }  // namespace jfa::cuda
 

@@ -12,6 +12,8 @@
 #include "cuda/kernels.h"
 #include "cuda/nvrtc.h"
 #include "ffi/operands.h"
+#include "ladder/checks.h"
+#include "ladder/handlers.h"
 
 namespace nb = nanobind;
 
@@ -63,6 +65,15 @@ NB_MODULE(_cuda, module) {
     stages["execute"] = Capsule(jfa::cuda::UpdateExecuteHandler());
     nb::dict targets;
     targets[jfa::kUpdateTarget] = stages;
+    return targets;
+  });
+  // The bench's, not registered before its ladder is run.
+  module.def("ladder_registrations", [] {
+    nb::dict stages;
+    stages["initialize"] = Capsule(jfa::cuda::LadderInitializeHandler());
+    stages["execute"] = Capsule(jfa::cuda::LadderExecuteHandler());
+    nb::dict targets;
+    targets[jfa::kLadderTarget] = stages;
     return targets;
   });
   module.def("details", &Details);

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "cuda/driver.h"
-#include "cuda/embedded.h"
 
 namespace jfa::cuda {
 namespace {
@@ -110,7 +109,8 @@ std::string NvrtcVersion() {
   return std::to_string(major) + "." + std::to_string(minor);
 }
 
-Compilation CompileWithNvrtc(int rule, int leaf_class, int architecture) {
+Compilation CompileWithNvrtc(const EmbeddedKernels& kernels, const std::vector<std::string>& macros,
+                             int architecture) {
   const Nvrtc& nvrtc = Get();
   Compilation result;
   result.error = nvrtc.error;
@@ -122,17 +122,18 @@ Compilation CompileWithNvrtc(int rule, int leaf_class, int architecture) {
     headers.push_back(file->text);
   }
   Program program = nullptr;
-  if (nvrtc.CreateProgram(&program, EmbeddedKernelSource(), "update_kernel.cu",
-                          static_cast<int>(names.size()), headers.data(), names.data()) != 0) {
+  if (nvrtc.CreateProgram(&program, kernels.source, kernels.name, static_cast<int>(names.size()),
+                          headers.data(), names.data()) != 0) {
     result.error = "NVRTC could not create a program";
     return result;
   }
-  const std::string target = "-arch=sm_" + std::to_string(architecture);
-  const std::string only_rule = "-DJFA_ONLY_RULE=" + std::to_string(rule);
-  const std::string only_class = "-DJFA_ONLY_CLASS=" + std::to_string(leaf_class);
-  const char* options[] = {target.c_str(), only_rule.c_str(), only_class.c_str(), "-std=c++17",
-                           "--fmad=false"};
-  const int status = nvrtc.CompileProgram(program, 5, options);
+  std::vector<std::string> options = {"-arch=sm_" + std::to_string(architecture), "-std=c++17",
+                                      "--fmad=false"};
+  for (const std::string& macro : macros) options.push_back("-D" + macro);
+  std::vector<const char*> arguments;
+  for (const std::string& option : options) arguments.push_back(option.c_str());
+  const int status =
+      nvrtc.CompileProgram(program, static_cast<int>(arguments.size()), arguments.data());
   if (status == 0) result.cubin = Cubin(nvrtc, program);
   if (result.cubin.empty()) {
     result.error = "NVRTC " + NvrtcVersion() + " could not compile for sm_" +

@@ -1,10 +1,12 @@
-// Compiles the kernel's source at run time with the NVRTC library that jax[cuda12] and
+// Compiles kernels at run time with the NVRTC library that jax[cuda12] and
 // jax[cuda13] install.
 #ifndef JAX_FUSED_ADAMW_CC_CUDA_NVRTC_H_
 #define JAX_FUSED_ADAMW_CC_CUDA_NVRTC_H_
 
 #include <string>
 #include <vector>
+
+#include "cuda/embedded.h"
 
 namespace jfa::cuda {
 
@@ -23,9 +25,10 @@ struct Compilation {
 std::string NvrtcVersion();
 std::string NvrtcError();
 
-// The kernels of one rule and LeafClass (update_kernel.cu: JFA_ONLY_RULE, JFA_ONLY_CLASS) for
-// compute capability `architecture`, for example 90.
-Compilation CompileWithNvrtc(int rule, int leaf_class, int architecture);
+// `kernels` for compute capability `architecture`, for example 90; `macros` (NAME=VALUE) say which
+// of them.
+Compilation CompileWithNvrtc(const EmbeddedKernels& kernels, const std::vector<std::string>& macros,
+                             int architecture);
 
 }  // namespace jfa::cuda
 

@@ -130,13 +130,6 @@ unsigned FillTable(const Leaves& leaves, const Plan& plan, std::size_t* next,
   return static_cast<unsigned>(blocks);
 }
 
-std::string Launch(CuStream stream, const Kernel& kernel, unsigned blocks, void** parameters) {
-  const Driver& driver = GetDriver();
-  const CuResult result = driver.LaunchKernel(kernel.function, blocks, 1, 1, kThreads, 1, 1, 0,
-                                              stream, parameters, nullptr);
-  return result == 0 ? "" : "launching a kernel: " + driver.Describe(result);
-}
-
 // Launches one table of leaves from *next on.
 template <int kWords>
 std::string LaunchTable(CuStream stream, const StepOperands& operands, const Leaves& leaves,
@@ -166,8 +159,7 @@ std::string LaunchCountStep(CuStream stream, const StepOperands& operands, const
   StepOperands step = operands;
   long long num_counts = operands.num_counts(plan.options.members);
   void* parameters[] = {&step, &num_counts};
-  const long long blocks = CeilDivide(num_counts, kThreads);
-  return Launch(stream, kernel, static_cast<unsigned>(blocks), parameters);
+  return Launch(stream, kernel, CeilDivide(num_counts, kThreads), parameters);
 }
 
 bool IsSmallGrid(const Leaves& leaves, const Plan& plan) {

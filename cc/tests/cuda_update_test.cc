@@ -14,6 +14,7 @@
 #include "cuda/table.h"
 #include "cuda/tuning.h"
 #include "cuda/update.h"
+#include "ladder/cuda_launch.h"
 #include "tests/cases.h"
 
 namespace jfa::cuda {
@@ -413,6 +414,36 @@ void TestManySteps() {
   seldom.CheckResult();
 }
 
+// The ladder's kernels give the bits of the CPU too, for what they take.
+void TestLadder(Rung rung) {
+  for (const std::size_t n : kSizes) {
+    const Case c = CommonCase(n);
+    UpdateOptions options = c.Options();
+    options.maximize = false;
+    const LeafSet set({c, CommonCase(100)});
+    std::vector<unsigned char> host = set.image();
+    DeviceBuffer device(host.size(), 0);
+    device.Write(host);
+    const auto leaves = [&](unsigned char* base) {
+      std::vector<LeafOperands> both = set.Leaves({0, 1}, base);
+      for (LeafOperands& leaf : both) leaf.decays = true;
+      return both;
+    };
+    const StepScalars<GuardedBuffer> host_scalars(c);
+    Inline pool;
+    cpu::Update(pool, 1, *cpu::SelectInstructionSet(), host_scalars.Operands(), leaves(host.data()),
+                options);
+    const StepScalars<DeviceBuffer> scalars(c);
+    std::string error = PrepareLadder(rung);
+    Check(error.empty(), error);
+    error = LaunchLadder(nullptr, rung, scalars.Operands(), leaves(device.As<unsigned char>()));
+    Check(error.empty(), error);
+    Require(Device().CtxSynchronize(), "cuCtxSynchronize");
+    scalars.CheckCounters("ladder");
+    Check(device.Read() == host, "bits of the ladder's rung, " + c.Name("cuda"));
+  }
+}
+
 }  // namespace
 }  // namespace jfa::cuda
 
@@ -425,6 +456,8 @@ int main() {
   jfa::cuda::TestEmptyTrees();
   jfa::cuda::TestGridLimit();
   jfa::cuda::TestManySteps();
+  jfa::cuda::TestLadder(jfa::cuda::Rung::kNaive);
+  jfa::cuda::TestLadder(jfa::cuda::Rung::kVectors);
   std::printf("%d failures\n", jfa::tests::failures);
   return jfa::tests::failures == 0 ? 0 : 1;
 }

@@ -1,6 +1,7 @@
 """Times the optimizer step on this machine: ours, optax's, a staged one, PyTorch's.
 
-``python -m jax_fused_adamw.bench`` runs it, ``--help`` names its options. It needs
+``python -m jax_fused_adamw.bench`` runs it, ``--help`` names its options; with
+``--ladder`` it times the steps from a plain loop to the packed kernel. It needs
 ``pip install "jax_fused_adamw[bench]"``.
 """
 

@@ -18,6 +18,16 @@ from jax_fused_adamw.bench._shapes import (
 
 _QUICK_SHAPES = ("mlp", "resnet50")
 _ITERATIONS = {"cpu": 10, "gpu": 20}
+# What the ladder decides itself.
+_OF_THE_ISOLATED_STEP = (
+    "rows",
+    "dtype",
+    "amsgrad",
+    "shape",
+    "shapes",
+    "module",
+    "elements",
+)
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -31,6 +41,12 @@ def _make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     _add_models(parser.add_argument_group("what to update"))
     add("--rows", nargs="+", metavar="ROW", help="some of the rows (default: all)")
+    add(
+        "--ladder",
+        action="store_true",
+        help="instead, the steps from a plain loop to the packed kernel, on sizes of "
+        "their own",
+    )
     add(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -155,9 +171,11 @@ def _models(options: argparse.Namespace, platform: str) -> dict[str, Leaves]:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    options = _make_parser().parse_args(argv)
+    parser = _make_parser()
+    options = parser.parse_args(argv)
+    _check_ladder(options, parser)
+    _check_train_step(options, parser)
     _require_packages()
-    _check_train_step(options)
     # Not at the top: they import the packages that may be missing.
     from jax_fused_adamw.bench import _report, _results, _train_report
 
@@ -189,7 +207,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _measure_optimizer_steps(options: argparse.Namespace):
-    from jax_fused_adamw.bench import _experiment
+    from jax_fused_adamw.bench import _experiment, _ladder
 
     unknown = set(options.rows or ()) - set(_experiment.ROWS)
     if unknown:
@@ -198,14 +216,18 @@ def _measure_optimizer_steps(options: argparse.Namespace):
             f"{', '.join(sorted(unknown))}"
         )
     platform = _platform()
-    rows = [_experiment.ROWS[name] for name in options.rows or _experiment.ROWS]
+    if options.ladder:
+        models, rows = _ladder.ladder_models(), _ladder.LADDER_ROWS
+    else:
+        models = _models(options, platform)
+        rows = [_experiment.ROWS[name] for name in options.rows or _experiment.ROWS]
     how = _experiment.Options(
         dtype=options.dtype,
         amsgrad=options.amsgrad,
         iterations=options.iterations or _ITERATIONS.get(platform, 10),
         samples=options.samples,
     )
-    return _experiment.run_bench(_models(options, platform), rows, how)
+    return _experiment.run_bench(models, rows, how)
 
 
 def _measure_train_steps(options: argparse.Namespace):
@@ -217,19 +239,37 @@ def _measure_train_steps(options: argparse.Namespace):
     )
 
 
-def _check_train_step(options: argparse.Namespace) -> None:
+def _check_train_step(
+    options: argparse.Namespace, parser: argparse.ArgumentParser
+) -> None:
     """Refuses options that mean nothing with --train-step, or nothing without it."""
-    if not options.train_step:
-        if options.batch:
-            raise BenchError("--batch is the batch of --train-step; give both")
-        return
-    parser = _make_parser()
-    for name in ("shape", "shapes", "module", "elements", "rows", "dtype", "amsgrad"):
+    if not options.train_step and options.batch:
+        raise BenchError("--batch is the batch of --train-step; give both")
+    if options.train_step:
+        _refuse(
+            ("ladder", *_OF_THE_ISOLATED_STEP),
+            options,
+            parser,
+            "--{name} is of the isolated optimizer step; --train-step takes --batch, "
+            "--iterations and --samples",
+        )
+
+
+def _check_ladder(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    if options.ladder and not options.train_step:
+        _refuse(
+            _OF_THE_ISOLATED_STEP,
+            options,
+            parser,
+            "--ladder has rows, sizes and gradients of its own: leave out --{name}",
+        )
+
+
+def _refuse(names: Sequence[str], options, parser, message: str) -> None:
+    """Raises for the first option that is not at its default."""
+    for name in names:
         if getattr(options, name) != parser.get_default(name):
-            raise BenchError(
-                f"--{name} is of the isolated optimizer step; --train-step takes "
-                "--batch, --iterations and --samples"
-            )
+            raise BenchError(message.format(name=name))
 
 
 def _read_train_steps(path):

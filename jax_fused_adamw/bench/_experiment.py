@@ -1,7 +1,6 @@
 """The isolated optimizer step: every row on every model, against the copy."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,7 +102,7 @@ def _row_result(entry: Entry, problem: Problem, limit: Limit) -> RowResult:
     )
     percent = None
     # Where the device's time was lost, the host's does not stand in for it.
-    if result.num_bytes and (device or not _protocol.has_profiler()):
+    if result.num_bytes and (device or not _protocol.is_profiled(row)):
         num_bytes = result.num_bytes * num_parameters(problem.leaves)
         (step_us,) = comparable_us([result])
         percent = percent_of_limit(num_bytes, step_us / 1e6, limit)
@@ -127,13 +126,15 @@ class _Expected:
 
     def __init__(self, problem: Problem, iterations: int):
         self._problem, self.iterations = problem, iterations
-        self._reference = functools.cache(
-            functools.partial(_check.reference, problem, iterations)
-        )
+        self._references: dict[tuple[str, bool], Numbers] = {}
 
     def difference(self, row: Row, numbers: Numbers) -> str | None:
         if row.skips:
             return _check.difference(numbers, self._problem.start(), _check.EXACT)
         # Without AMSGrad both rules are one; with it, each is computed once.
-        expected = self._reference(row.optax_amsgrad and self._problem.amsgrad)
-        return _check.difference(numbers, expected, _check.tolerances(self.iterations))
+        problem = row.variant(self._problem)
+        key = problem.dtype, row.optax_amsgrad and problem.amsgrad
+        if key not in self._references:
+            self._references[key] = _check.reference(problem, self.iterations, key[1])
+        allowed = _check.tolerances(self.iterations)
+        return _check.difference(numbers, self._references[key], allowed)

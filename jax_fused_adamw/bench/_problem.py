@@ -134,6 +134,7 @@ class Row:
       optax_amsgrad: whether AMSGrad is optax's rule (the maximum of the corrected
         moment) instead of PyTorch's.
       profiled: whether its device time is measured too, where there is a profiler.
+      dtype: of the row's gradients, where it is not the run's.
     """
 
     name: str
@@ -143,6 +144,13 @@ class Row:
     skips: bool = False
     optax_amsgrad: bool = False
     profiled: bool = True
+    dtype: str | None = None
+
+    def variant(self, problem: Problem) -> Problem:
+        """The problem with this row's gradients."""
+        if self.dtype in (None, problem.dtype):
+            return problem
+        return dataclasses.replace(problem, dtype=self.dtype)
 
 
 def gradient_bytes(problem: Problem) -> int:

@@ -51,6 +51,11 @@ def has_profiler() -> bool:
     return jax.default_backend() == "gpu"
 
 
+def is_profiled(row: Any) -> bool:
+    """Whether the row's time is the device's."""
+    return has_profiler() and row.profiled
+
+
 def run_rows(
     name: str, problem: Any, rows: Sequence[Any], expected: Expected, samples: int
 ) -> list[Entry]:
@@ -97,7 +102,7 @@ def _sample(entry: Entry, expected: Expected) -> None:
         seconds = _run_batch(entry, expected)
         if entry.status == MEASURED:
             entry.wall_ms.append(1e3 * seconds / expected.iterations)
-            if has_profiler() and entry.row.profiled:
+            if is_profiled(entry.row):
                 _run_batch(entry, expected, profiled=True)
 
 

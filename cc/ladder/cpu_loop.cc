@@ -1,0 +1,24 @@
+// Compiled without vectorisation (CMakeLists.txt): one element after the other, as it is written.
+#include "ladder/cpu_loop.h"
+
+namespace jfa::cpu {
+
+void UpdateInALoop(const UpdateStep& step, const std::vector<LeafOperands>& leaves) {
+  const AdamW<Amsgrad::kOff, false> adamw{step.scalars};
+  const GradientUnscale unscale = step.unscale;
+  for (const LeafOperands& leaf : leaves) {
+    float* const param = static_cast<float*>(leaf.out);
+    const float* const grad = static_cast<const float*>(leaf.grad);
+    for (long long i = 0; i < leaf.num_elements; ++i) {
+      const float g =
+          unscale.exact_reciprocal ? unscale.Multiply(grad[i]) : unscale.Divide(grad[i]);
+      const ElementUpdate next =
+          adamw(param[i], g, {leaf.mu_out[i], leaf.nu_out[i], 0.0f}, adamw.s.weight_decay);
+      param[i] += next.update;
+      leaf.mu_out[i] = next.moments.mu;
+      leaf.nu_out[i] = next.moments.nu;
+    }
+  }
+}
+
+}  // namespace jfa::cpu
