@@ -8,6 +8,7 @@ ladder is first run.
 import dataclasses
 import functools
 import importlib
+import math
 
 import jax
 import numpy as np
@@ -100,13 +101,16 @@ def _native_step(target: str, rung: int) -> Step:
             "eps_root": 0.0,
             "weight_decay": WEIGHT_DECAY,
             "gradient_scale": 1.0,
+            "max_grad": math.inf,
         }
     )
 
     def step(params, state, grads):
         config = UpdateConfig(decays=(True,) * len(params), count_step=True)
         counters = [state.count, state.skipped, state.consecutive]
-        scalars = Scalars(state.count, np.bool_(False), hyper_bits, [], counters[1:])
+        scalars = Scalars(
+            state.count, np.bool_(False), hyper_bits, [], [], [], counters[1:]
+        )
         buffers = Buffers(params, grads, state.mu, state.nu, [])
         results = [*params, *state.mu, *state.nu, *counters]
         call = jax.ffi.ffi_call(

@@ -64,7 +64,12 @@ OPTIMIZERS = (
     Optimizer(_CLIP, lambda: _clipped(_adamw()), _CLIP),
     Optimizer(f"if finite, {_CLIP}", lambda: _if_finite(_clipped(_adamw())), _CLIP),
     Optimizer("fused_adamw", lambda: _fused(), _ADAMW, ours=True),
-    Optimizer("clip, fused_adamw", lambda: _clipped(_fused()), _CLIP, ours=True),
+    Optimizer(
+        "fused_adamw(max_grad_norm)",  # which skips non-finite gradients too
+        lambda: _fused(max_grad_norm=MAX_NORM),
+        _CLIP,
+        ours=True,
+    ),
 )
 
 
