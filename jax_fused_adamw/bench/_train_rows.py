@@ -65,7 +65,7 @@ OPTIMIZERS = (
     Optimizer(f"if finite, {_CLIP}", lambda: _if_finite(_clipped(_adamw())), _CLIP),
     Optimizer("fused_adamw", lambda: _fused(), _ADAMW, ours=True),
     Optimizer(
-        "fused_adamw(max_grad_norm)",  # which skips non-finite gradients too
+        "if finite, clip, fused_adamw",
         lambda: _fused(max_grad_norm=MAX_NORM),
         _CLIP,
         ours=True,
