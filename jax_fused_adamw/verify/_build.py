@@ -17,7 +17,7 @@ from jax_fused_adamw.verify._results import BLOCKED, FAILED, PASSED, Finding, St
 
 _CPU_STEP = """
 import jax.numpy as jnp, numpy as np, jax_fused_adamw as jfa
-params = {"w": jnp.linspace(-1.0, 1.0, 1001)}
+params = {"w": jnp.linspace(1.0, 2.0, 1001)}
 def step(implementation):
     tx = jfa.fused_adamw(0.1, implementation=implementation)
     return tx.step(params, tx.init(params), params)[0]["w"]

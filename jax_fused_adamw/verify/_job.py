@@ -124,8 +124,8 @@ class Job:
         package = self.options.package
         way_out = f"pip install {source}"
         if package is None:
-            reason = f"jax_fused_adamw is not installed, or does not load: {way_out}"
-            raise Stop(BLOCKED, reason)
+            reason = f"jax_fused_adamw cannot be imported from elsewhere: {way_out}"
+            raise Stop(FAILED, reason)
         if not _sources.same_python(source, pathlib.Path(package["package"])):
             reason = (
                 f"the tests are of {source}, and the package in {package['package']} "

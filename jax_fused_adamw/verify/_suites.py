@@ -26,7 +26,8 @@ CUDA = {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 _ORACLE = ("makes_each_step_of_torch", "tell_amsgrad_and_maximize_apart")
 # Tests of other suites, of command lines, and of documents.
-_NOT_HOST = ("bench", "cuda", "demo", "docs", "large", "nvrtc", "speed", "verify")
+_NOT_HOST = ("bench", "cuda", "demo", "docs", "large", "nvrtc", "speed")
+_NOT_HOST += ("verify", "verify_checks")
 _ON_CUDA = ("cuda", "trust", "bits", "spec", "in_place", "cases_numeric")
 
 Check = Callable[[], Finding]
@@ -137,7 +138,8 @@ def _require_cuda(facts: Mapping[str, Any], compiler: str) -> None:
     """A missing GPU is a failure; a missing compiler is not."""
     if facts["backend"] != "gpu":
         error = facts["backend_error"] or f"JAX runs on {facts['backend']}"
-        raise Stop(FAILED, f"JAX finds no CUDA device: {error}")
+        needs = 'a GPU, its driver and pip install "jax[cuda13]" are needed'
+        raise Stop(FAILED, f"JAX finds no CUDA device ({error}); {needs}")
     if not str(facts["compiler"]).startswith(compiler):
         reason = facts["compiler"] or facts["cuda"]["reason"]
         way_out = {
