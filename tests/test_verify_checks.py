@@ -307,6 +307,18 @@ def test_build_that_is_not_proven(
     assert outcome(check).status == status
 
 
+@pytest.mark.parametrize("compilers", [("nvcc",), ("nvrtc",), ("nvcc", "nvrtc")])
+def test_build_compiles_every_kernel_with_each_compiler(tmp_path, compilers):
+    runner = PlayedRunner(tmp_path, tests=all_passed(OWN | {"backend": "cpu"}))
+    job = Job(Options(ROOT, OWN, compilers, False), runner, tmp_path / "results")
+    checks = _suites.SUITES["build"].checks(job)
+    assert list(checks)[: len(compilers)] == list(compilers)
+    assert ("kernels by nvrtc" in checks) == ("nvrtc" in compilers)
+    if "nvrtc" in compilers:
+        assert outcome(checks["kernels by nvrtc"]).status == "passed"
+        assert any("test_nvrtc.py" in word for word in runner.ran[0][0])
+
+
 @pytest.mark.parametrize(
     "there, compiler, offline, missing",
     [

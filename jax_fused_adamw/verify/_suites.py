@@ -188,10 +188,16 @@ def judge_bench(exit_status: int, results: _results.Results) -> Finding:
 
 
 def _build(job: Job) -> Mapping[str, Check]:
-    return {
+    def kernels() -> Finding:
+        job.require("pytest")
+        return job.test(["test_nvrtc.py"], CPU, _on_cpu, label="nvrtc")
+
+    checks: dict[str, Check] = {
         compiler: functools.partial(build, job, compiler)
         for compiler in job.options.compilers
     }
+    # nvcc compiles all kernels in the build; NVRTC would do it one by one on a GPU.
+    return checks | ({"kernels by nvrtc": kernels} if "nvrtc" in checks else {})
 
 
 SUITES = {
@@ -210,8 +216,8 @@ SUITES = {
         _host,
     ),
     "build": Suite(
-        "the source builds here, and what was built takes a right step on the CPU and, "
-        "where there is one, on the GPU with each compiler",
+        "the source builds here, each compiler compiles every CUDA kernel, and what "
+        "was built takes a right step on the CPU and, where there is one, on the GPU",
         _build,
     ),
     "cuda": Suite(
