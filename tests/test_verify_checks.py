@@ -5,6 +5,7 @@ import importlib.util
 import json
 import pathlib
 import shutil
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -131,6 +132,35 @@ def test_tests_must_say_that_they_ran_on_the_cpu(tmp_path, suite, change):
     argv, environment = runner.command("-m pytest")
     assert environment["JAX_PLATFORMS"] == "cpu"
     assert environment["PYTEST_ADDOPTS"] == ""
+
+
+def test_reference_takes_the_twin_and_its_links(tmp_path):
+    runner = PlayedRunner(tmp_path, tests=all_passed(OWN | {"backend": "cpu"}))
+    outcome(_suites.SUITES["reference"].checks(make_job(runner, tmp_path))[""])
+    argv, _ = runner.command("-m pytest")
+    argv = [word for word in argv if not word.startswith("--junitxml")]
+    collect = [*argv, "--collect-only"]
+    listed = subprocess.run(collect, capture_output=True, text=True, cwd=tmp_path)
+    names = [line for line in listed.stdout.splitlines() if "::" in line]
+    assert any("test_reference.py::test_nan" in name for name in names)
+    assert any("test_plain_jax_agrees_with_optax" in name for name in names)
+    assert any("test_mask_follows_oracle[xla]" in name for name in names)
+    assert not [name for name in names if "ffi" in name or "native" in name]
+
+
+@pytest.mark.parametrize("status", ["passed", "failed"])
+def test_with_torch_the_recorded_steps_are_made_again(tmp_path, monkeypatch, status):
+    find = importlib.util.find_spec
+
+    def find_torch(name):
+        return object() if name == "torch" else find(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_torch)
+    statuses = {"make_torch_fixtures": int(status == "failed")}
+    runner = PlayedRunner(tmp_path, statuses=statuses)
+    checks = _suites.SUITES["oracle"].checks(make_job(runner, tmp_path))
+    assert outcome(checks["regenerated"]).status == status
+    assert "--write" not in runner.command("make_torch_fixtures")[0]
 
 
 def test_host_takes_every_file_of_tests_but_those_of_other_suites(tmp_path):

@@ -83,17 +83,19 @@ class Job:
 
     def test(
         self,
-        selection: Sequence[str],
+        files: Sequence[str],
         environment: Mapping[str, str],
         expectation: Expectation,
+        keyword: str = "",
         label: str = "tests",
     ) -> Finding:
         """Runs tests of the source on the installed package.
 
         Args:
-          selection: files, each with or without ``::test``, and options of pytest.
+          files: of the folder ``tests``.
           environment: variables to set.
           expectation: what the tests' process must have been.
+          keyword: as pytest's ``-k`` takes it; all tests where it is empty.
           label: names the JUnit file.
         """
         source = self.source()
@@ -103,10 +105,7 @@ class Job:
         argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         argv += ["-p", "jax_fused_adamw.verify._plugin"]
         argv += ["-c", source / "pyproject.toml", f"--junitxml={junit}"]
-        argv += [
-            source / "tests" / word if word.startswith("test_") else word
-            for word in selection
-        ]
+        argv += ["-k", keyword, *(source / "tests" / file for file in files)]
         # The user's own options could deselect tests.
         status = self.run(argv, {"PYTEST_ADDOPTS": "", **environment})
         finding = _junit.judge(status, junit)
