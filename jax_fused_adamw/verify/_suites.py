@@ -27,8 +27,8 @@ CUDA = {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 _ORACLE = "makes_each_step_of_torch or tell_amsgrad_and_maximize_apart"
 _REFERENCE = "test_reference or plain_jax or xla"
 # Starts of the names of files: tests of other suites, of command lines, of documents.
-_NOT_HOST = ("bench", "cuda", "demo", "docs", "large", "nvrtc", "speed", "train_step")
-_NOT_HOST += ("verify",)
+_NOT_HOST = ("bench", "cuda", "demo", "docs", "ladder", "large", "notebooks", "nvrtc")
+_NOT_HOST += ("speed", "train_step", "verify")
 _ON_CUDA = ("cuda", "trust", "bits", "spec", "in_place", "cases_numeric")
 
 Check = Callable[[], Finding]
