@@ -66,13 +66,11 @@ def same_python(source: pathlib.Path, package: pathlib.Path) -> bool:
 
 
 def newer_than(source: pathlib.Path, module: pathlib.Path) -> str | None:
-    """A native source file that changed after the module was installed."""
-    built = module.stat().st_mtime
-    for path in sorted(_files(source / "cc")):
-        if "tests" not in path.relative_to(source).parts:
-            if path.stat().st_mtime > built:
-                return str(path.relative_to(source))
-    return None
+    """The newest file of the native source, if it is newer than the module."""
+    newest = max(_files(source / "cc"), key=lambda path: path.stat().st_mtime)
+    if newest.stat().st_mtime <= module.stat().st_mtime:
+        return None
+    return str(newest.relative_to(source))
 
 
 def _files(folder: pathlib.Path) -> Iterable[pathlib.Path]:
