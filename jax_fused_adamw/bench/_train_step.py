@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_fused_adamw._machine import num_processors
 from jax_fused_adamw.bench import _gpt, _protocol
 from jax_fused_adamw.bench._machine import describe_load, describe_machine
-from jax_fused_adamw.bench._measure import num_processors
 from jax_fused_adamw.bench._problem import Blocked
 from jax_fused_adamw.bench._protocol import Entry
 from jax_fused_adamw.bench._results import (
