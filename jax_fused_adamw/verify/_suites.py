@@ -29,7 +29,8 @@ _REFERENCE = "test_reference or plain_jax or xla"
 # Starts of the names of files: tests of other suites, of command lines, of documents.
 _NOT_HOST = ("bench", "cuda", "demo", "docs", "ladder", "large", "notebooks", "nvrtc")
 _NOT_HOST += ("speed", "train_step", "verify")
-_ON_CUDA = ("cuda", "trust", "bits", "spec", "in_place", "cases_numeric")
+_ON_CUDA = ("cuda", "cuda_stats", "stats", "clip", "trust", "bits", "spec", "in_place")
+_ON_CUDA += ("cases_numeric",)
 
 Check = Callable[[], Finding]
 
