@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_fused_adamw import _checks
 from jax_fused_adamw._batching import merge_leaf, merge_scalar
 from jax_fused_adamw._hyperparams import check_gradient_scale
-from jax_fused_adamw._partitioning import align_members, spec_axes
+from jax_fused_adamw._partitioning import align_members, spec_axes, spec_of
 from jax_fused_adamw._stats_primitives import (
     Reports,
     Segment,
@@ -330,7 +330,7 @@ def _partition(config: _Config, mesh, operands, results):
         member_spec, placements = align_members(mesh, placements)
     leading = 0 if config.members is None else 1
     axes = [
-        tuple(a for entry in placement.spec[leading:] for a in spec_axes(entry))
+        tuple(a for entry in spec_of(placement)[leading:] for a in spec_axes(entry))
         for placement in placements
     ]
 
