@@ -74,7 +74,7 @@ def test_every_kernel(nvrtc, rule, leaf_class):
     )
 
 
-ARCHITECTURES = pytest.mark.parametrize("architecture", [75, 86, 89, 90, 100, 120])
+ARCHITECTURES = pytest.mark.parametrize("architecture", [75, 80, 86, 89, 90, 100, 120])
 
 
 @ARCHITECTURES
@@ -85,5 +85,6 @@ def test_every_architecture(nvrtc, architecture):
 
 
 @ARCHITECTURES
-def test_ladder_on_every_architecture(nvrtc, architecture):
-    _compile(nvrtc, "ladder/ladder_kernel.cu", f"-arch=sm_{architecture}")
+@pytest.mark.parametrize("source", ["cuda/stats_kernel.cu", "ladder/ladder_kernel.cu"])
+def test_other_sources_on_every_architecture(nvrtc, source, architecture):
+    _compile(nvrtc, source, f"-arch=sm_{architecture}")

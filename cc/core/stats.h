@@ -31,7 +31,7 @@ constexpr int kMergeLanes = 32;
 // 12 bytes, uint32[3] to JAX. A row of zeros is that of no elements.
 struct StatsRow {
   float sum;        // of squares, relative to the square of StatsScale(max_bits); 0 if not finite
-  Word32 max_bits;  // of the largest magnitude; as integers NaN > infinity > finite
+  Word32 max_bits;  // of the largest magnitude: NaN, always kNanBits, > infinity > finite
   int nonfinite;    // NaN and infinite elements, saturating
 };
 static_assert(sizeof(StatsRow) == 12, "a row is three words");
@@ -52,6 +52,10 @@ struct StatsReport {
 
 JFA_HOST_DEVICE Word32 MagnitudeBits(float x) { return FloatToBits(x) & 0x7fffffffu; }
 JFA_HOST_DEVICE bool IsNonfinite(Word32 magnitude_bits) { return magnitude_bits >= kInfinityBits; }
+// What a NaN carries differs between platforms: rows and reports have one NaN.
+JFA_HOST_DEVICE Word32 UnifyNans(Word32 magnitude_bits) {
+  return magnitude_bits > kInfinityBits ? kNanBits : magnitude_bits;
+}
 JFA_HOST_DEVICE Word32 MaxBits(Word32 a, Word32 b) { return a > b ? a : b; }
 
 // Of two counts that are not negative.
@@ -88,15 +92,14 @@ JFA_HOST_DEVICE StatsSums SumsOf(const StatsRow& row) {
 }
 
 JFA_HOST_DEVICE StatsRow RowOf(const StatsSums& sums) {
-  if (IsNonfinite(sums.max_bits)) return {0.0f, sums.max_bits, sums.nonfinite};
+  if (IsNonfinite(sums.max_bits)) return {0.0f, UnifyNans(sums.max_bits), sums.nonfinite};
   const double inverse = InverseStatsScale(sums.max_bits);
   return {static_cast<float>(sums.sum * inverse * inverse), sums.max_bits, sums.nonfinite};
 }
 
 JFA_HOST_DEVICE StatsReport ReportOf(const StatsSums& sums) {
   if (IsNonfinite(sums.max_bits)) {
-    const Word32 bits = sums.max_bits > kInfinityBits ? kNanBits : kInfinityBits;
-    const float x = BitsToFloat(bits);
+    const float x = BitsToFloat(UnifyNans(sums.max_bits));
     return {x, x, x, sums.nonfinite};
   }
   const double norm = SquareRoot(sums.sum);

@@ -1,11 +1,11 @@
-// What both harnesses test: cases, their arrays, the step's operands.
+// What both harnesses of the update test: cases and their arrays.
 #ifndef JAX_FUSED_ADAMW_CC_TESTS_CASES_H_
 #define JAX_FUSED_ADAMW_CC_TESTS_CASES_H_
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,18 +14,10 @@
 #include "core/leaf.h"
 #include "core/options.h"
 #include "core/scalars.h"
+#include "tests/buffers.h"
+#include "tests/check.h"
 
 namespace jfa::tests {
-
-inline int failures = 0;
-
-inline void Check(bool ok, const std::string& what) {
-  if (ok) return;
-  ++failures;
-  std::printf("FAILED: %s\n", what.c_str());
-}
-
-inline constexpr DType kDTypes[] = {DType::kFloat32, DType::kBfloat16, DType::kFloat16};
 
 // Pseudo-random values in [-1, 1), or their magnitudes.
 inline void Fill(void* array, DType dtype, std::size_t n, unsigned seed, bool positive) {
@@ -33,9 +25,7 @@ inline void Fill(void* array, DType dtype, std::size_t n, unsigned seed, bool po
     seed = seed * 1664525u + 1013904223u;
     float value = static_cast<float>(static_cast<int>(seed >> 8) - (1 << 23)) / (1 << 23);
     if (positive && value < 0) value = -value;
-    if (dtype == DType::kFloat32) static_cast<float*>(array)[i] = value;
-    if (dtype == DType::kBfloat16) static_cast<Bfloat16*>(array)[i] = Store<Bfloat16>(value);
-    if (dtype == DType::kFloat16) static_cast<Float16*>(array)[i] = Store<Float16>(value);
+    StoreAs(dtype, array, i, value);
   }
 }
 
@@ -60,6 +50,11 @@ struct Case {
   ZeroMoments zero_moments;
   Counting counting = Counting::kShared;
   StepCounts counts = {2, 7, 4};  // before the call, of the first member
+  Clip clip = Clip::kOff;
+  float max_grad = 0.125f;
+  float norm = 1.0f;                  // of the first member
+  std::optional<int> nonfinite = {};  // of the first member; without one none skips the step
+  std::vector<float> gradients = {};  // repeated, in place of random ones
 
   std::string Name(const char* kernel) const {
     return std::string(kernel) + " n=" + std::to_string(n) + " offset=" + std::to_string(offset) +
@@ -71,7 +66,10 @@ struct Case {
            " in_place=" + std::to_string(in_place) + " members=" + std::to_string(members) +
            " zero_moments=" + std::to_string(static_cast<int>(zero_moments)) +
            " counting=" + std::to_string(static_cast<int>(counting)) +
-           " count=" + std::to_string(counts.count);
+           " count=" + std::to_string(counts.count) +
+           " clip=" + std::to_string(static_cast<int>(clip)) + " norm=" + std::to_string(norm) +
+           " nonfinite=" + (nonfinite ? std::to_string(*nonfinite) : "none") +
+           " gradients=" + std::to_string(gradients.size());
   }
 
   bool has_nu_max() const { return amsgrad != Amsgrad::kOff; }
@@ -138,6 +136,10 @@ inline void FillInput(void* array, const Case& c, int input, unsigned seed) {
     const unsigned array_seed = kOut * seed + static_cast<unsigned>(input) + 1;
     Fill(array, ArrayDType(c, input), c.total(), array_seed, input >= kNu);
   }
+  if (input != kGrad || c.gradients.empty()) return;
+  for (std::size_t i = 0; i < c.total(); ++i) {
+    StoreAs(c.grad_dtype, array, i, c.gradients[i % c.gradients.size()]);
+  }
 }
 
 // `address(i)` is where array i lies.
@@ -162,43 +164,6 @@ LeafOperands MakeLeaf(const Case& c, const Address& address) {
   return leaf;
 }
 
-inline constexpr unsigned char kCanary = 0xa5;
-
-// `bytes` of host memory at an address that is `offset` bytes behind a 64-byte boundary.
-class GuardedBuffer {
- public:
-  GuardedBuffer(std::size_t bytes, std::size_t offset)
-      : bytes_(bytes), storage_(64 + offset + 2 * kCanaryBytes + bytes, kCanary) {
-    const auto address = reinterpret_cast<std::uintptr_t>(storage_.data() + kCanaryBytes);
-    data_ = reinterpret_cast<unsigned char*>((address + 63) / 64 * 64 + offset);
-  }
-  GuardedBuffer(const GuardedBuffer&) = delete;
-  GuardedBuffer& operator=(const GuardedBuffer&) = delete;
-
-  template <typename T>
-  T* As() const {
-    return reinterpret_cast<T*>(data_);
-  }
-  void Write(const std::vector<unsigned char>& host) { std::copy(host.begin(), host.end(), data_); }
-  std::vector<unsigned char> Read() const { return {data_, data_ + bytes_}; }
-
-  bool Intact() const {
-    for (const unsigned char* p = storage_.data(); p < data_; ++p) {
-      if (*p != kCanary) return false;
-    }
-    for (const unsigned char* p = data_ + bytes_; p < storage_.data() + storage_.size(); ++p) {
-      if (*p != kCanary) return false;
-    }
-    return true;
-  }
-
- private:
-  static constexpr std::size_t kCanaryBytes = 64;
-  std::size_t bytes_;
-  std::vector<unsigned char> storage_;
-  unsigned char* data_;
-};
-
 // The arrays that a case has, each in a Buffer, of the host or a device. Outputs begin as canaries:
 // one that is not written differs from the expected bits.
 template <typename Buffer>
@@ -220,11 +185,12 @@ class LeafArrays {
     return MakeLeaf(case_, [&](int i) { return buffers_.at(i).template As<void>(); });
   }
 
-  // Checks the canaries too.
+  // Each NaN as the same one: what it carries is left to the platform. Checks the canaries too.
   std::vector<unsigned char> ReadOutputs(const char* kernel) const {
     std::vector<unsigned char> bytes;
     for (int output = kOut; output <= (case_.has_nu_max() ? kNuMaxOut : kNuOut); ++output) {
-      const std::vector<unsigned char> part = buffers_.at(ArrayOfOutput(case_, output)).Read();
+      std::vector<unsigned char> part = buffers_.at(ArrayOfOutput(case_, output)).Read();
+      UnifyNans(ArrayDType(case_, output), &part);
       bytes.insert(bytes.end(), part.begin(), part.end());
     }
     for (const auto& [array, buffer] : buffers_) {
@@ -237,133 +203,6 @@ class LeafArrays {
   Case case_;
   std::map<int, Buffer> buffers_;
 };
-
-inline int SaturatingSum(int a, std::int64_t b) {
-  return static_cast<int>(std::min<std::int64_t>(a + b, 0x7fffffff));
-}
-
-// The step's scalars, in Buffers of the host or a device. The counters share one: the old ones,
-// then the new ones unless they take the place of the old, a canary on each side of each array.
-template <typename Buffer>
-class StepScalars {
- public:
-  explicit StepScalars(const Case& c)
-      : case_(c),
-        image_(static_cast<std::size_t>(Place(2 * kNumCounters, 0)), kCanaryInt),
-        counters_(image_.size() * sizeof(int), 0),
-        skip_(static_cast<std::size_t>(c.num_counts()), 0),
-        hyper_bits_(kNumHyper * sizeof(double), 0) {
-    std::vector<unsigned char> skip;
-    for (std::int64_t i = 0; i < c.num_counts(); ++i) {
-      SetCounters(&image_, 0, i, OldCounts(i));
-      skip.push_back(Skips(i));
-    }
-    counters_.Write(BytesOf(image_.data(), image_.size()));
-    skip_.Write(skip);
-    const double hyper[kNumHyper] = {1e-2, 0.9, 0.99, 1e-6, 1e-9, 0.1, 3.0};
-    hyper_bits_.Write(BytesOf(hyper, kNumHyper));
-  }
-
-  StepOperands Operands() const {
-    const bool per_member = case_.counting == Counting::kPerMember;
-    int* const counters = counters_.template As<int>();
-    StepOperands operands;
-    operands.count = {counters + Place(0, 0), per_member};
-    operands.skip_update = {skip_.template As<unsigned char>(), per_member};
-    operands.hyper_bits = hyper_bits_.template As<Word32>();
-    if (case_.counting == Counting::kNone) return operands;
-    operands.skipped = {counters + Place(1, 0), per_member};
-    operands.consecutive = {counters + Place(2, 0), per_member};
-    operands.new_counts = {counters + Place(FirstNew(), 0), counters + Place(FirstNew() + 1, 0),
-                           counters + Place(FirstNew() + 2, 0)};
-    return operands;
-  }
-
-  // After `steps` calls; more than one only in place.
-  void CheckCounters(const char* kernel, int steps = 1) const {
-    std::vector<int> expected = image_;
-    if (case_.counting != Counting::kNone) {
-      for (std::int64_t i = 0; i < case_.num_counts(); ++i) {
-        SetCounters(&expected, FirstNew(), i, ExpectedCounts(i, steps));
-      }
-    }
-    Check(counters_.Read() == BytesOf(expected.data(), expected.size()),
-          "counters, " + case_.Name(kernel));
-    Check(counters_.Intact(), "canary of the counters, " + case_.Name(kernel));
-  }
-
- private:
-  static constexpr int kNumCounters = 3;
-  static constexpr int kCanaryInt = static_cast<int>(kCanary * 0x01010101u);
-
-  template <typename T>
-  static std::vector<unsigned char> BytesOf(const T* values, std::size_t n) {
-    const auto* bytes = reinterpret_cast<const unsigned char*>(values);
-    return {bytes, bytes + n * sizeof(T)};
-  }
-
-  // Where a member's value of a counter lies.
-  std::int64_t Place(int counter, std::int64_t member) const {
-    return 1 + counter * (case_.num_counts() + 1) + member;
-  }
-  int FirstNew() const { return case_.in_place ? 0 : kNumCounters; }
-
-  void SetCounters(std::vector<int>* image, int first, std::int64_t member,
-                   StepCounts counts) const {
-    int* const place = image->data() + Place(first, member);
-    const std::int64_t stride = case_.num_counts() + 1;
-    place[0] = counts.count;
-    place[stride] = counts.skipped;
-    place[2 * stride] = counts.consecutive;
-  }
-
-  // Members differ: in their counts, and each skips if its neighbours do not.
-  StepCounts OldCounts(std::int64_t member) const {
-    return {SaturatingSum(case_.counts.count, member), SaturatingSum(case_.counts.skipped, member),
-            SaturatingSum(case_.counts.consecutive, member)};
-  }
-  bool Skips(std::int64_t member) const { return case_.skip != (member % 2 == 1); }
-
-  // Not by CountStep, which is what is tested.
-  StepCounts ExpectedCounts(std::int64_t member, int steps) const {
-    const StepCounts old = OldCounts(member);
-    if (!Skips(member)) return {SaturatingSum(old.count, steps), old.skipped, 0};
-    return {old.count, SaturatingSum(old.skipped, steps), SaturatingSum(old.consecutive, steps)};
-  }
-
-  Case case_;
-  std::vector<int> image_;  // the counters before the call
-  Buffer counters_;
-  Buffer skip_;
-  Buffer hyper_bits_;
-};
-
-// Calls that count and that do not, with elements and without, up to where the counters saturate.
-inline std::vector<Case> CounterCases() {
-  constexpr int kMost = 0x7fffffff;
-  std::vector<Case> cases;
-  for (const std::size_t n : {0, 1500}) {
-    for (const bool skip : {false, true}) {
-      for (const bool in_place : {false, true}) {
-        Case c = CommonCase(n);
-        c.skip = skip;
-        c.in_place = in_place;
-        c.members = 3;
-        for (const Counting counting : {Counting::kNone, Counting::kShared, Counting::kPerMember}) {
-          c.counting = counting;
-          cases.push_back(c);
-        }
-        c.counting = Counting::kPerMember;
-        c.counts = {kMost - 1, kMost - 1, kMost - 1};
-        cases.push_back(c);
-        c.counting = Counting::kShared;
-        c.counts = {kMost, kMost, kMost};
-        cases.push_back(c);
-      }
-    }
-  }
-  return cases;
-}
 
 }  // namespace jfa::tests
 

@@ -1,10 +1,6 @@
 // Drives the CUDA update without JAX and compares its bits with the CPU's. In the tests of one leaf
 // each array is one exact device allocation, so that compute-sanitizer finds the first byte beyond
 // it; a pooled allocator would hide it. Exits with 1 on a failure.
-#include <dlfcn.h>
-
-#include <array>
-#include <cstdlib>
 #include <iterator>
 #include <numeric>
 #include <string>
@@ -16,109 +12,21 @@
 #include "cuda/update.h"
 #include "ladder/cuda_launch.h"
 #include "tests/cases.h"
+#include "tests/device.h"
+#include "tests/leaf_set.h"
+#include "tests/pools.h"
+#include "tests/step_scalars.h"
+#include "tests/update_cases.h"
 
 namespace jfa::cuda {
 namespace {
 
 using namespace jfa::tests;  // NOLINT: the harness's own vocabulary
 
-using DevicePointer = unsigned long long;
-
-// The driver's functions that only a test needs.
-struct Memory {
-  int (*Init)(unsigned);
-  int (*DevicePrimaryCtxRetain)(CuContext*, CuDevice);
-  int (*CtxSetCurrent)(CuContext);
-  int (*CtxSynchronize)();
-  int (*StreamCreate)(CuStream*, unsigned);
-  int (*MemAlloc)(DevicePointer*, std::size_t);
-  int (*MemFree)(DevicePointer);
-  int (*MemcpyHtoD)(DevicePointer, const void*, std::size_t);
-  int (*MemcpyDtoH)(void*, DevicePointer, std::size_t);
-};
-
-void Require(int result, const char* what) {
-  if (result == 0) return;
-  std::printf("FAILED: %s: %s\n", what, GetDriver().Describe(result).c_str());
-  std::exit(1);
-}
-
-Memory OpenDevice() {
-  void* library = dlopen("libcuda.so.1", RTLD_NOW);
-  if (library == nullptr) Require(1, "there is no NVIDIA driver");
-  Memory memory;
-  const auto find = [&](auto* function, const char* name) {
-    *reinterpret_cast<void**>(function) = dlsym(library, name);
-    if (*function == nullptr) Require(1, name);
-  };
-  find(&memory.Init, "cuInit");
-  find(&memory.DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
-  find(&memory.CtxSetCurrent, "cuCtxSetCurrent");
-  find(&memory.CtxSynchronize, "cuCtxSynchronize");
-  find(&memory.StreamCreate, "cuStreamCreate");
-  find(&memory.MemAlloc, "cuMemAlloc_v2");
-  find(&memory.MemFree, "cuMemFree_v2");
-  find(&memory.MemcpyHtoD, "cuMemcpyHtoD_v2");
-  find(&memory.MemcpyDtoH, "cuMemcpyDtoH_v2");
-  CuContext context = nullptr;
-  Require(memory.Init(0), "cuInit");
-  Require(memory.DevicePrimaryCtxRetain(&context, 0), "cuDevicePrimaryCtxRetain");
-  Require(memory.CtxSetCurrent(context), "cuCtxSetCurrent");
-  return memory;
-}
-
-const Memory& Device() {
-  static const Memory memory = OpenDevice();
-  return memory;
-}
-
-// `bytes` that begin `offset` bytes into an allocation which ends with them.
-class DeviceBuffer {
- public:
-  DeviceBuffer(std::size_t bytes, std::size_t offset) : bytes_(bytes), offset_(offset) {
-    const std::vector<unsigned char> canary(bytes + offset, kCanary);
-    Require(Device().MemAlloc(&base_, canary.empty() ? 1 : canary.size()), "cuMemAlloc");
-    Copy(base_, canary.data(), canary.size());
-  }
-  DeviceBuffer(const DeviceBuffer&) = delete;
-  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
-  ~DeviceBuffer() { Device().MemFree(base_); }
-
-  template <typename T>
-  T* As() const {
-    return reinterpret_cast<T*>(base_ + offset_);
-  }
-  void Write(const std::vector<unsigned char>& host) { Copy(base_ + offset_, host.data(), bytes_); }
-  std::vector<unsigned char> Read() const {
-    std::vector<unsigned char> host(bytes_ + offset_);
-    Require(Device().MemcpyDtoH(host.data(), base_, host.size()), "cuMemcpyDtoH");
-    for (std::size_t i = 0; i < offset_; ++i) intact_ = intact_ && host[i] == kCanary;
-    return {host.begin() + static_cast<std::ptrdiff_t>(offset_), host.end()};
-  }
-  bool Intact() const { return intact_; }  // as far as it was read
-
- private:
-  static void Copy(DevicePointer to, const void* from, std::size_t bytes) {
-    if (bytes > 0) Require(Device().MemcpyHtoD(to, from, bytes), "cuMemcpyHtoD");
-  }
-
-  std::size_t bytes_;
-  std::size_t offset_;
-  DevicePointer base_ = 0;
-  mutable bool intact_ = true;
-};
-
-struct Inline {  // a thread pool of none
-  template <typename Task>
-  void Schedule(Task&& task) {
-    task();
-  }
-};
-
 // `steps` calls, more than one only in place.
 void UpdateOnCpu(const std::vector<LeafOperands>& leaves, const Case& c, int steps = 1) {
   const StepScalars<GuardedBuffer> scalars(c);
-  Inline pool;
+  InlinePool pool;
   for (int i = 0; i < steps; ++i) {
     cpu::Update(pool, 1, *cpu::SelectInstructionSet(), scalars.Operands(), leaves, c.Options());
   }
@@ -224,69 +132,8 @@ void TestCounters() {
   for (const Case& c : cases) CheckCase(c);
 }
 
-// Many leaves in one allocation, laid out alike in host and device memory; the bytes between the
-// arrays are canaries. Not an allocation for each array, to stay quick under compute-sanitizer.
-class LeafSet {
- public:
-  explicit LeafSet(const std::vector<Case>& cases) : cases_(cases), places_(cases.size()) {
-    std::size_t end = 0;
-    ForEachArray([&](std::size_t leaf, int array) {
-      const Case& c = cases_[leaf];
-      const std::size_t begin = (end + 2 * kAlignment - 1) / kAlignment * kAlignment;
-      places_[leaf][array] = begin + c.offset * ElementBytes(c, array);
-      end = places_[leaf][array] + ArrayBytes(c, array);
-    });
-    image_.assign(end + kAlignment, kCanary);
-    ForEachArray([&](std::size_t leaf, int array) {
-      if (!IsInput(array)) return;
-      FillInput(&image_[places_[leaf][array]], cases_[leaf], array, static_cast<unsigned>(leaf));
-    });
-  }
-
-  // What the allocation holds before an update.
-  const std::vector<unsigned char>& image() const { return image_; }
-
-  // The leaves of these indices, in an allocation that begins at `base`.
-  std::vector<LeafOperands> Leaves(const std::vector<std::size_t>& indices,
-                                   unsigned char* base) const {
-    std::vector<LeafOperands> leaves;
-    for (const std::size_t i : indices) {
-      leaves.push_back(MakeLeaf(cases_[i], [&](int array) { return base + places_[i][array]; }));
-      leaves.back().decays = i % 3 != 0;
-    }
-    return leaves;
-  }
-
- private:
-  static constexpr std::size_t kAlignment = 16;
-
-  template <typename Function>
-  void ForEachArray(const Function& function) const {
-    for (std::size_t leaf = 0; leaf < cases_.size(); ++leaf) {
-      for (int array = 0; array < kNumArrays; ++array) {
-        if (HasArray(cases_[leaf], array)) function(leaf, array);
-      }
-    }
-  }
-
-  std::vector<Case> cases_;
-  std::vector<std::array<std::size_t, kNumArrays>> places_;  // bytes from the allocation's begin
-  std::vector<unsigned char> image_;
-};
-
-// `count` leaves like `c` and then an empty one. float32 parameters with float32 and bfloat16
-// gradients, which have kernels of their own, or all dtypes.
-LeafSet MakeLeafSet(const Case& c, std::size_t count, bool any_dtype) {
-  const std::size_t sizes[] = {1, 2, 3, 5, 8, 31, 128, 300, 511, 513, 1100};
-  std::vector<Case> cases(count + 1, c);
-  for (std::size_t i = 0; i < count; ++i) {
-    cases[i].n = sizes[i % std::size(sizes)];
-    cases[i].offset = i % 5 == 0 ? 1 : 0;
-    cases[i].grad_dtype = kDTypes[i % (any_dtype ? 3 : 2)];
-    if (any_dtype) cases[i].param_dtype = kDTypes[i / 3 % 3];
-  }
-  cases[count].n = 0;
-  return LeafSet(cases);
+void TestClip() {
+  for (const Case& c : ClipCases()) CheckCase(c);
 }
 
 void CheckLeaves(const LeafSet& set, const std::vector<std::size_t>& indices, const Case& c) {
@@ -304,8 +151,8 @@ void CheckLeaves(const LeafSet& set, const std::vector<std::size_t>& indices, co
 void CheckLeafCounts(const Case& c, bool any_dtype) {
   int num_buffers = 0;
   for (int array = 0; array < kNumArrays; ++array) num_buffers += HasArray(c, array) ? 1 : 0;
-  const std::size_t small = UpdateArguments<kSmallTableWords>::Capacity(num_buffers);
-  const std::size_t large = UpdateArguments<kLargeTableWords>::Capacity(num_buffers);
+  const std::size_t small = LeafTable<kSmallTableWords>::Capacity(num_buffers);
+  const std::size_t large = LeafTable<kLargeTableWords>::Capacity(num_buffers);
   const std::size_t most = 2 * large + 3;
   const LeafSet set = MakeLeafSet(c, most, any_dtype);
   for (const std::size_t count : {small - 3, small, small + 1, large, large + 1, most}) {
@@ -352,9 +199,13 @@ LeafSet MakeGridLimit(const Case& c) {
 }
 
 void TestGridLimit() {
-  for (const bool skip : {false, true}) {
-    Case c = CommonCase(0);
-    c.skip = skip;
+  std::vector<Case> cases(5, CommonCase(0));
+  cases[1].skip = true;
+  cases[2].nonfinite = 1;
+  cases[3].nonfinite = 0;
+  cases[3].clip = Clip::kNorm;
+  cases[4].clip = Clip::kValue;
+  for (const Case& c : cases) {
     const LeafSet set = MakeGridLimit(c);
     CheckLeaves(set, {0, 1}, c);
     CheckLeaves(set, {0, 1, 2}, c);
@@ -430,7 +281,7 @@ void TestLadder(Rung rung) {
       return both;
     };
     const StepScalars<GuardedBuffer> host_scalars(c);
-    Inline pool;
+    InlinePool pool;
     cpu::Update(pool, 1, *cpu::SelectInstructionSet(), host_scalars.Operands(), leaves(host.data()),
                 options);
     const StepScalars<DeviceBuffer> scalars(c);
@@ -452,6 +303,7 @@ int main() {
   jfa::cuda::TestZeroMoments();
   jfa::cuda::TestOptions();
   jfa::cuda::TestCounters();
+  jfa::cuda::TestClip();
   jfa::cuda::TestManyLeaves();
   jfa::cuda::TestEmptyTrees();
   jfa::cuda::TestGridLimit();

@@ -1,52 +1,26 @@
 // Drives the CPU update without JAX: any alignment, exact allocations, every instruction set.
 //
 // Each buffer is one exact heap allocation with canaries on both sides, so that an access out of
-// bounds is found here by the canary and in a sanitizer build by the allocator. Exits with the
-// number of failures.
+// bounds is found here by the canary and in a sanitizer build by the allocator. Exits with 1
+// on a failure.
 #include "cpu/update.h"
 
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <functional>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "tests/cases.h"
+#include "tests/pools.h"
+#include "tests/step_scalars.h"
+#include "tests/update_cases.h"
 
 namespace jfa::cpu {
 namespace {
 
 using namespace jfa::tests;  // NOLINT: the harness's own vocabulary
-
-// A pool with the interface that ParallelFor needs; num_threads 0 runs tasks only when joined.
-struct ThreadPool {
-  std::vector<std::thread> threads;
-
-  template <typename Task>
-  void Schedule(Task&& task) {
-    threads.emplace_back(std::forward<Task>(task));
-  }
-  ~ThreadPool() {
-    for (std::thread& thread : threads) thread.join();
-  }
-};
-
-// A pool that never starts anything before the loop has returned: the deadlock of a handler that
-// occupies the only thread.
-struct BusyPool {
-  std::vector<std::function<void()>> tasks;
-
-  template <typename Task>
-  void Schedule(Task&& task) {
-    tasks.emplace_back(std::forward<Task>(task));
-  }
-  ~BusyPool() {
-    for (const auto& task : tasks) task();
-  }
-};
 
 std::vector<unsigned char> Run(const InstructionSet& isa, const Case& c, std::int64_t num_threads) {
   const LeafArrays<GuardedBuffer> arrays(c);
@@ -106,6 +80,60 @@ void TestCounters(const InstructionSet* sets, int num_sets) {
   for (const Case& c : CounterCases()) CheckCase(sets, num_sets, c);
 }
 
+void TestClip(const InstructionSet* sets, int num_sets) {
+  for (const Case& c : ClipCases()) CheckCase(sets, num_sets, c);
+}
+
+// The update of one gradient from zero moments, as its first moment shows it. It is divided by -3.
+void CheckClipped(const InstructionSet& isa, Case c, float expected) {
+  c.zero_moments = ZeroMoments::kNull;
+  const LeafArrays<GuardedBuffer> arrays(c);
+  const StepScalars<GuardedBuffer> scalars(c);
+  InlinePool pool;
+  const LeafOperands leaf = arrays.Operands();
+  Update(pool, 1, isa, scalars.Operands(), {leaf}, c.Options());
+  const float mu = *leaf.mu_out;
+  const float expected_mu = static_cast<float>(1.0 - 0.9) * expected;
+  Check(mu == expected_mu || (mu != mu && expected != expected), "clipped, " + c.Name(isa.name));
+}
+
+void TestClippedValues(const InstructionSet& isa) {
+  const float inf = BitsToFloat(kInfinityBits);
+  const float nan = BitsToFloat(kNanBits);
+  struct ByNorm {
+    float gradient, norm, limit, expected;
+  };
+  const ByNorm by_norm[] = {
+      {-3.0f, 4.0f, 2.0f, 0.5f},
+      {-3.0f, 2.0f, 2.0f, 1.0f},
+      {-3.0f, 1.0f, 2.0f, 1.0f},
+      {3.0f, 4.0f, 2.0f, -0.5f},
+      {-3.0f, inf, 2.0f, nan},
+      {0.0f, nan, 2.0f, nan},
+      {-3.0f, kMaxFloat, 0x1p126f, 0x1p-3f},  // the norm is 2^129
+      {-3.0f, 3.0f, 1.0f, 1.0f / 3.0f},
+      {-3.0f, 4.0f, 0.0f, 0.0f},
+      {nan, 1.0f, 2.0f, nan},
+  };
+  Case c = CommonCase(1);
+  c.clip = Clip::kNorm;
+  for (const ByNorm& example : by_norm) {
+    c.gradients = {example.gradient};
+    c.norm = example.norm;
+    c.max_grad = example.limit;
+    CheckClipped(isa, c, example.expected);
+  }
+  const std::pair<float, float> by_value[] = {{-3.0f, 0.5f}, {3.0f, -0.5f}, {-0.75f, 0.25f},
+                                              {-inf, 0.5f},  {inf, -0.5f},  {nan, nan},
+                                              {-1.5f, 0.5f}, {0.0f, 0.0f}};
+  c.clip = Clip::kValue;
+  c.max_grad = 0.5f;
+  for (const auto& [gradient, expected] : by_value) {
+    c.gradients = {gradient};
+    CheckClipped(isa, c, expected);
+  }
+}
+
 void TestThreads(const InstructionSet& isa) {
   const std::size_t many = 5 * kBlockElements + 17;
   Case c{many, 0, DType::kFloat32, DType::kBfloat16, Amsgrad::kOff, false, true, false,
@@ -151,6 +179,8 @@ int Main() {
   TestAlignments(sets, num_sets);
   TestOptions(sets, num_sets);
   TestCounters(sets, num_sets);
+  TestClip(sets, num_sets);
+  for (int i = 0; i < num_sets; ++i) TestClippedValues(sets[i]);
   TestThreads(sets[0]);
   std::printf("%d failures\n", failures);
   return failures == 0 ? 0 : 1;
