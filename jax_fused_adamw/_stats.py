@@ -233,12 +233,9 @@ def _jitted_reports(config: _Config, scale, leaves) -> Reports:
 
 def _local_reports(config: _Config, scale, *grads) -> Reports:
     """Of what this device holds."""
-    members, native = config.members, config.native
-    rows, segments = analyze_gradient(scale, grads, members, native)
-    total = Segment(0, rows.shape[-2])
-    if not config.per_leaf:
-        segments = []
-    return merge_gradient_stats(rows, [total, *segments], members, native)
+    return analyze_gradient(
+        scale, grads, config.members, config.per_leaf, config.native
+    )
 
 
 # --- Across devices -------------------------------------------------------------------
