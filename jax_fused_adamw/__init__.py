@@ -7,6 +7,7 @@ from jax_fused_adamw._ffi import NativeModule as NativeModule
 from jax_fused_adamw._ffi import kernel_info as kernel_info
 from jax_fused_adamw._in_place import InPlaceUpdate as InPlaceUpdate
 from jax_fused_adamw._in_place import step as step
+from jax_fused_adamw._loss_scale import DynamicLossScale as DynamicLossScale
 from jax_fused_adamw._stats import GradReport as GradReport
 from jax_fused_adamw._stats_plan import StatsPlan as StatsPlan
 from jax_fused_adamw._transform import FusedAdamW as FusedAdamW

@@ -17,11 +17,14 @@ PUBLIC = {name: x for name, x in PUBLIC.items() if not inspect.ismodule(x)}
 
 def test_public_names_are_the_documented_ones():
     assert set(PUBLIC) == {
+        "DynamicLossScale",
         "FusedAdamW",
         "FusedAdamWState",
+        "GradReport",
         "InPlaceUpdate",
         "KernelInfo",
         "NativeModule",
+        "StatsPlan",
         "StepControl",
         "adamw_step",
         "fused_adamw",
@@ -42,7 +45,17 @@ def test_docstring(name):
             assert re.search(rf"^\s+\*{{0,2}}{parameter}: ", text, re.M), parameter
 
 
-@pytest.mark.parametrize("name", ["adamw_step", "fused_adamw", "kernel_info", "step"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DynamicLossScale",
+        "StatsPlan",
+        "adamw_step",
+        "fused_adamw",
+        "kernel_info",
+        "step",
+    ],
+)
 def test_docstring_examples_run(name):
     examples = doctest.DocTestFinder(recurse=False).find(PUBLIC[name], name)
     assert examples[0].examples
