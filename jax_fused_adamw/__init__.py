@@ -1,5 +1,7 @@
 """The AdamW / AMSGrad step of a whole parameter tree in one native call, for optax."""
 
+from jax_fused_adamw._accumulate import AccumulateState as AccumulateState
+from jax_fused_adamw._accumulate import accumulate as accumulate
 from jax_fused_adamw._adamw_step import adamw_step as adamw_step
 from jax_fused_adamw._alias import fused_adamw as fused_adamw
 from jax_fused_adamw._ffi import KernelInfo as KernelInfo

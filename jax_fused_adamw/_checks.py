@@ -116,6 +116,13 @@ def _check_shape(tree: str, path: Any, leaf: Any, param: Any) -> None:
         )
 
 
+def check_shapes(name: str, tree: Any, params: Any) -> None:
+    """Raises ValueError unless the leaves of matching trees have the same shapes."""
+    pairs = zip(tree_leaves_with_path(tree), jax.tree.leaves(params), strict=True)
+    for (path, leaf), param in pairs:
+        _check_shape(name, path, leaf, param)
+
+
 def check_moments(name: str, moments: Any, params: Any) -> None:
     """Raises unless ``state.<name>`` is float32 and shaped like params."""
     tree = f"state.{name}"

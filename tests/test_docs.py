@@ -17,6 +17,7 @@ PUBLIC = {name: x for name, x in PUBLIC.items() if not inspect.ismodule(x)}
 
 def test_public_names_are_the_documented_ones():
     assert set(PUBLIC) == {
+        "AccumulateState",
         "DynamicLossScale",
         "FusedAdamW",
         "FusedAdamWState",
@@ -26,6 +27,7 @@ def test_public_names_are_the_documented_ones():
         "NativeModule",
         "StatsPlan",
         "StepControl",
+        "accumulate",
         "adamw_step",
         "fused_adamw",
         "kernel_info",
@@ -50,6 +52,7 @@ def test_docstring(name):
     [
         "DynamicLossScale",
         "StatsPlan",
+        "accumulate",
         "adamw_step",
         "fused_adamw",
         "kernel_info",
