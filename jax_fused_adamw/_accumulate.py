@@ -81,6 +81,9 @@ def accumulate(
       It is not passed on, since it does not describe the mean.
     * others are passed to ``tx``: those of the window's last micro-batch.
 
+    Inside ``jax.shard_map`` a NaN on one device skips the window on all; the three
+    scalars must be the same on every device.
+
     Args:
       tx: the transformation that takes the steps; ours, or any of optax.
       every_k: micro-batches in a window, a Python integer, at least 1. It is static:
@@ -172,11 +175,7 @@ def _update(
     _checks.check_shapes("grads", updates, state.acc_grads)
     skip = skip_update_operand(skip_update)
     if report is not None:
-        if not isinstance(report, GradReport):
-            raise TypeError(
-                f"accumulate: report must be a GradReport, got {type(report).__name__}"
-            )
-        skip = skip | (report.nonfinite != 0)
+        skip = skip | _has_nonfinite(report)
     pending = _add(updates, state, weight, gradient_scale, skip)
     # Not ==: a window may have been saved with a larger every_k.
     is_last = pending.mini_step >= every_k
@@ -193,6 +192,19 @@ def _update(
     )
 
 
+def _has_nonfinite(report: Any) -> jax.Array:
+    if not isinstance(report, GradReport):
+        raise TypeError(
+            f"accumulate: report must be a GradReport, got {type(report).__name__}"
+        )
+    if jnp.shape(report.nonfinite) != ():
+        raise ValueError(
+            "accumulate: expected the report of the whole tree, of scalars, got "
+            f"nonfinite of shape {jnp.shape(report.nonfinite)}"
+        )
+    return report.nonfinite != 0
+
+
 def _add(
     grads: Any, state: AccumulateState, weight: Any, gradient_scale: Any, skip: Any
 ) -> AccumulateState:
@@ -201,9 +213,11 @@ def _add(
     check_gradient_scale(gradient_scale)
     weight = jnp.asarray(weight, jnp.float32)
     scale = jnp.asarray(gradient_scale, jnp.float32)
-    for factor, is_valid in ((weight, weight >= 0), (scale, scale > 0)):
-        skip = skip | ~(is_valid & jnp.isfinite(factor))
     is_first = state.mini_step == 0
+    total_weight = jnp.where(is_first, weight, state.total_weight + weight)
+    is_valid = (weight >= 0) & jnp.isfinite(total_weight)
+    is_valid &= (scale > 0) & jnp.isfinite(scale)
+    skip = skip | ~is_valid
 
     def add(acc: jax.Array, grad: jax.Array) -> jax.Array:
         grad = grad.astype(acc.dtype) / scale.astype(acc.dtype)
@@ -213,7 +227,7 @@ def _add(
 
     return state._replace(
         mini_step=state.mini_step + 1,
-        total_weight=jnp.where(is_first, weight, state.total_weight + weight),
+        total_weight=total_weight,
         skip=jnp.where(is_first, skip, state.skip | skip),
         acc_grads=jax.tree.map(add, state.acc_grads, grads),
     )
@@ -276,12 +290,13 @@ def _all_finite(tree: Any) -> jax.Array:
     finite = jnp.array(True)
     for leaf in jax.tree.leaves(tree):
         finite &= jnp.isfinite(leaf).all()
-    return finite
+    axes = _checks.varying_axes(finite)  # of a shard_map with sharded leaves
+    return lax.pmin(finite.astype(jnp.int32), axes) > 0 if axes else finite
 
 
 def _minus_zero(update: jax.ShapeDtypeStruct) -> jax.Array:
     """What adds to any number without changing its bits."""
-    return jnp.full(update.shape, -0.0, update.dtype)
+    return jnp.full_like(update, -0.0)
 
 
 def _is_in_place(node: Any) -> bool:

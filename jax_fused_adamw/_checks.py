@@ -182,6 +182,11 @@ def _varying(x: Any) -> frozenset[str]:
     return getattr(manual, "varying", frozenset())
 
 
+def varying_axes(x: Any) -> tuple[str, ...]:
+    """The same, in an order for collectives."""
+    return tuple(sorted(_varying(x)))
+
+
 def _axes(x: Any) -> str:
     return str(sorted(_varying(x)))
 
