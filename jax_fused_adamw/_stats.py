@@ -225,7 +225,7 @@ def _jitted_reports(config: _Config, scale, leaves) -> Reports:
     analyze_local = functools.partial(_local_reports, config)
     if config.native:
         analyze_local = _call(config)
-    axes = [tuple(sorted(_checks.varying_axes(leaf))) for leaf in leaves]
+    axes = [_checks.ordered_axes(leaf) for leaf in leaves]
     if any(axes):
         return _reports_across(config, analyze_local, axes, scale, leaves)
     return Reports(*analyze_local(scale, *leaves))
