@@ -1,5 +1,7 @@
 """The AdamW / AMSGrad step of a whole parameter tree in one native call, for optax."""
 
+from jax_fused_adamw._accumulate import AccumulateState as AccumulateState
+from jax_fused_adamw._accumulate import accumulate as accumulate
 from jax_fused_adamw._adamw_step import adamw_step as adamw_step
 from jax_fused_adamw._alias import fused_adamw as fused_adamw
 from jax_fused_adamw._clip import ClipByGlobalNormState as ClipByGlobalNormState
@@ -9,6 +11,7 @@ from jax_fused_adamw._ffi import NativeModule as NativeModule
 from jax_fused_adamw._ffi import kernel_info as kernel_info
 from jax_fused_adamw._in_place import InPlaceUpdate as InPlaceUpdate
 from jax_fused_adamw._in_place import step as step
+from jax_fused_adamw._loss_scale import DynamicLossScale as DynamicLossScale
 from jax_fused_adamw._stats import GradReport as GradReport
 from jax_fused_adamw._stats import grad_stats as grad_stats
 from jax_fused_adamw._stats_plan import StatsPlan as StatsPlan

@@ -123,6 +123,13 @@ def check_grad_leaves(grads: Any) -> None:
         _check_leaf_dtype("grads", path, grad, _GRAD_REMEDY)
 
 
+def check_shapes(name: str, tree: Any, params: Any) -> None:
+    """Raises ValueError unless the leaves of matching trees have the same shapes."""
+    pairs = zip(tree_leaves_with_path(tree), jax.tree.leaves(params), strict=True)
+    for (path, leaf), param in pairs:
+        _check_shape(name, path, leaf, param)
+
+
 def check_moments(name: str, moments: Any, params: Any) -> None:
     """Raises unless ``state.<name>`` is float32 and shaped like params."""
     tree = f"state.{name}"
@@ -180,6 +187,11 @@ def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes of an enclosing shard_map over which ``x`` may differ."""
     manual = getattr(jax.typeof(x), "manual_axis_type", None)
     return getattr(manual, "varying", frozenset())
+
+
+def ordered_axes(x: Any) -> tuple[str, ...]:
+    """The same, in an order for collectives."""
+    return tuple(sorted(varying_axes(x)))
 
 
 def _axes(x: Any) -> str:

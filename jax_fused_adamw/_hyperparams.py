@@ -120,6 +120,15 @@ def check_gradient_scale(value: Any) -> None:
     _check_step_scalar("gradient_scale", value, (jnp.floating, jnp.integer))
 
 
+def check_weight(value: Any) -> None:
+    """A micro-batch's weight; its range only where the host can see it."""
+    _check_step_scalar("weight", value, (jnp.floating, jnp.integer))
+    if _is_host_value(value) and not (value >= 0 and _is_finite(_to_float(value))):
+        raise ValueError(
+            f"fused_adamw: expected a finite weight >= 0, got weight={value}"
+        )
+
+
 def skip_update_operand(value: Any) -> np.bool_ | jax.Array:
     """``skip_update`` as ``bool[]``: any non-zero value skips."""
     _check_step_scalar("skip_update", value, (jnp.bool_, jnp.integer))

@@ -97,17 +97,7 @@ def partition(bind: Callable, config: UpdateConfig, mesh, operands, results):
 
 def align_members(mesh, placements):
     """One sharding of the member axis for all leaves: that of the first leaf."""
-    specs = []
-    for placement in placements:
-        if not hasattr(placement, "spec"):
-            if placement.is_fully_replicated:
-                specs.append(())
-                continue
-            raise NotImplementedError(
-                "fused_adamw: vmap with batched scalars inside a shard_map that is "
-                "manual over only some mesh axes; make it manual over all of them"
-            )
-        specs.append(tuple(placement.spec))
+    specs = [spec_of(placement) for placement in placements]
     member_spec = next((spec[0] for spec in specs if spec), None)
     used = spec_axes(member_spec)
 
@@ -121,6 +111,18 @@ def align_members(mesh, placements):
         for s in specs
     ]
     return member_spec, aligned
+
+
+def spec_of(placement) -> tuple:
+    """The mesh axes of each dimension."""
+    if hasattr(placement, "spec"):
+        return tuple(placement.spec)
+    if placement.is_fully_replicated:
+        return ()
+    raise NotImplementedError(
+        "fused_adamw: vmap with batched scalars inside a shard_map that is "
+        "manual over only some mesh axes; make it manual over all of them"
+    )
 
 
 def spec_axes(entry) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_fused_adamw import _checks
 from jax_fused_adamw._batching import merge_leaf, merge_scalar
 from jax_fused_adamw._hyperparams import check_gradient_scale
-from jax_fused_adamw._partitioning import align_members, spec_axes
+from jax_fused_adamw._partitioning import align_members, spec_axes, spec_of
 from jax_fused_adamw._stats_primitives import (
     Reports,
     Segment,
@@ -225,7 +225,7 @@ def _jitted_reports(config: _Config, scale, leaves) -> Reports:
     analyze_local = functools.partial(_local_reports, config)
     if config.native:
         analyze_local = _call(config)
-    axes = [tuple(sorted(_checks.varying_axes(leaf))) for leaf in leaves]
+    axes = [_checks.ordered_axes(leaf) for leaf in leaves]
     if any(axes):
         return _reports_across(config, analyze_local, axes, scale, leaves)
     return Reports(*analyze_local(scale, *leaves))
@@ -233,12 +233,9 @@ def _jitted_reports(config: _Config, scale, leaves) -> Reports:
 
 def _local_reports(config: _Config, scale, *grads) -> Reports:
     """Of what this device holds."""
-    members, native = config.members, config.native
-    rows, segments = analyze_gradient(scale, grads, members, native)
-    total = Segment(0, rows.shape[-2])
-    if not config.per_leaf:
-        segments = []
-    return merge_gradient_stats(rows, [total, *segments], members, native)
+    return analyze_gradient(
+        scale, grads, config.members, config.per_leaf, config.native
+    )
 
 
 # --- Across devices -------------------------------------------------------------------
@@ -330,7 +327,7 @@ def _partition(config: _Config, mesh, operands, results):
         member_spec, placements = align_members(mesh, placements)
     leading = 0 if config.members is None else 1
     axes = [
-        tuple(a for entry in placement.spec[leading:] for a in spec_axes(entry))
+        tuple(a for entry in spec_of(placement)[leading:] for a in spec_axes(entry))
         for placement in placements
     ]
 

@@ -1,8 +1,9 @@
 """The two stages of gradient statistics as JAX primitives.
 
-``analyze_gradient`` makes a row of three words for each chunk of each gradient,
-``merge_gradient_stats`` makes reports of rows. What a row is, and in which order
-everything is added, is written in ``cc/core/stats.h``.
+``analyze_gradient`` makes a row of three words for each chunk of each gradient, and
+reports of the rows; ``merge_gradient_stats`` makes reports of rows that several devices
+have made. What a row is, and in which order everything is added, is written in
+``cc/core/stats.h``.
 """
 
 import functools
@@ -64,31 +65,39 @@ def member_sizes(grads: Sequence[Any], members: int | None) -> list[int]:
     return [math.prod(grad.shape[axes:]) for grad in grads]
 
 
+def segments_of(
+    grads: Sequence[Any], members: int | None, chunk: int, per_leaf: bool
+) -> tuple[Segment, ...]:
+    """All rows, then with ``per_leaf`` those of each leaf."""
+    segments, first = [], 0
+    for size in member_sizes(grads, members):
+        segments.append(Segment(first, num_rows(size, chunk)))
+        first += segments[-1].num_rows
+    return (Segment(0, first), *(segments if per_leaf else ()))
+
+
 def analyze_gradient(
     gradient_scale: jax.Array,
     grads: Sequence[jax.Array],
     members: int | None,
+    per_leaf: bool,
     native: bool,
-) -> tuple[jax.Array, list[Segment]]:
-    """The rows of all leaves, and which rows are whose.
+) -> Reports:
+    """A report for all leaves, and with ``per_leaf`` for each.
 
     Args:
       gradient_scale: float32, a scalar or one for each member.
       grads: leaves; with ``members``, each with a leading axis of that size.
       members: under vmap, how many.
+      per_leaf: whether each leaf has a report.
       native: the platform's kernel; else plain JAX.
-
-    Returns:
-      ``uint32[rows, 3]`` (``[members, rows, 3]``), and a segment for each leaf.
     """
-    sizes = member_sizes(grads, members)
-    chunk = chunk_elements(sizes)
-    segments, first = [], 0
-    for size in sizes:
-        segments.append(Segment(first, num_rows(size, chunk)))
-        first += segments[-1].num_rows
+    chunk = chunk_elements(member_sizes(grads, members))
     analyze = analyze_p.bind if native else reference_analyze
-    return analyze(gradient_scale, *grads, members=members, chunk=chunk), segments
+    results = analyze(
+        gradient_scale, *grads, members=members, chunk=chunk, per_leaf=per_leaf
+    )
+    return Reports(*results[: len(Reports._fields)])
 
 
 def merge_gradient_stats(
@@ -107,27 +116,29 @@ def _leading(members: int | None) -> tuple[int, ...]:
 # --- analyze_gradient -----------------------------------------------------------------
 
 analyze_p = Primitive("analyze_gradient")
+analyze_p.multiple_results = True
 
 
 @analyze_p.def_abstract_eval
-def _analyze_shape_rule(gradient_scale, *grads, members, chunk):
+def _analyze_shape_rule(gradient_scale, *grads, members, chunk, per_leaf):
     del gradient_scale
-    rows = sum(num_rows(size, chunk) for size in member_sizes(grads, members))
-    return ShapedArray((*_leading(members), rows, ROW_ELEMENTS), jnp.uint32)
+    segments = segments_of(grads, members, chunk, per_leaf)
+    rows = (*_leading(members), segments[0].num_rows, ROW_ELEMENTS)
+    return [*_report_avals(segments, members), ShapedArray(rows, jnp.uint32)]
 
 
-def _analyze_native_lowering(platform: str, ctx, *operands, members, chunk):
+def _analyze_native_lowering(platform: str, ctx, *operands, members, chunk, per_leaf):
     _ffi.require_module(platform)
-    call = jax.ffi.ffi_lowering(_ffi.ANALYZE_TARGET)
-    return call(
+    segments = segments_of(ctx.avals_in[1:], members, chunk, per_leaf)
+    return jax.ffi.ffi_lowering(_ffi.ANALYZE_TARGET)(
         ctx,
         *operands,
-        members=np.int64(1 if members is None else members),
         chunk_elements=np.int64(chunk),
+        **_segment_attributes(segments, members),
     )
 
 
-def reference_analyze(gradient_scale, *grads, members, chunk):
+def reference_analyze(gradient_scale, *grads, members, chunk, per_leaf):
     """The same in plain JAX: all of a leaf in its first row, its others zero."""
     leading = _leading(members)
     divisor = gradient_divisor(gradient_scale)
@@ -138,9 +149,10 @@ def reference_analyze(gradient_scale, *grads, members, chunk):
         for grad, size in zip(grads, member_sizes(grads, members), strict=True)
         if size
     ]
-    if not rows:
-        return jnp.zeros((*leading, 0, ROW_ELEMENTS), jnp.uint32)
-    return jnp.concatenate(rows, axis=-2)
+    empty = jnp.zeros((*leading, 0, ROW_ELEMENTS), jnp.uint32)
+    rows = jnp.concatenate([empty, *rows], axis=-2)
+    segments = segments_of(grads, members, chunk, per_leaf)
+    return [*reference_merge(rows, segments=segments, members=members), rows]
 
 
 def _reference_row(grad, divisor, rows: int):
@@ -173,12 +185,16 @@ merge_p.multiple_results = True
 @merge_p.def_abstract_eval
 def _merge_shape_rule(rows, *, segments, members):
     del rows
+    return _report_avals(segments, members)
+
+
+def _report_avals(
+    segments: Sequence[Segment], members: int | None
+) -> list[ShapedArray]:
+    """Of :class:`Reports`, and of the rows between first rows and reports."""
     reports = (*_leading(members), len(segments))
-    scratch = sum(
-        sum(StatsPlan(segment.num_rows).levels)
-        for segment in segments
-        if segment.num_rows
-    )
+    plans = [StatsPlan(segment.num_rows) for segment in segments if segment.num_rows]
+    scratch = sum(sum(plan.levels) for plan in plans)
     return [
         *(ShapedArray(reports, dtype) for dtype in 3 * (jnp.float32,)),
         ShapedArray(reports, jnp.int32),
@@ -187,15 +203,20 @@ def _merge_shape_rule(rows, *, segments, members):
     ]
 
 
+def _segment_attributes(
+    segments: Sequence[Segment], members: int | None
+) -> dict[str, Any]:
+    return {
+        "members": np.int64(1 if members is None else members),
+        "first_rows": np.array([first for first, _ in segments], np.int64),
+        "num_rows": np.array([count for _, count in segments], np.int64),
+    }
+
+
 def _merge_native_lowering(platform: str, ctx, rows, *, segments, members):
     _ffi.require_module(platform)
-    first_rows, counts = zip(*segments) if segments else ((), ())
     return jax.ffi.ffi_lowering(_ffi.MERGE_TARGET)(
-        ctx,
-        rows,
-        members=np.int64(1 if members is None else members),
-        first_rows=np.array(first_rows, np.int64),
-        num_rows=np.array(counts, np.int64),
+        ctx, rows, **_segment_attributes(segments, members)
     )
 
 
@@ -247,7 +268,7 @@ def _reference_report(rows):
 # --- Registration ---------------------------------------------------------------------
 
 
-def _register(primitive, native_lowering, reference, multiple_results: bool) -> None:
+def _register(primitive, native_lowering, reference) -> None:
     @functools.cache
     def jitted(**params):
         return jax.jit(functools.partial(primitive.bind, **params))
@@ -262,10 +283,9 @@ def _register(primitive, native_lowering, reference, multiple_results: bool) -> 
         mlir.register_lowering(
             primitive, functools.partial(native_lowering, platform), platform=platform
         )
-    mlir.register_lowering(
-        primitive, mlir.lower_fun(reference, multiple_results=multiple_results)
-    )
+    # Every other platform. On cpu and cuda a missing module is an error, never this.
+    mlir.register_lowering(primitive, mlir.lower_fun(reference, multiple_results=True))
 
 
-_register(analyze_p, _analyze_native_lowering, reference_analyze, False)
-_register(merge_p, _merge_native_lowering, reference_merge, True)
+_register(analyze_p, _analyze_native_lowering, reference_analyze)
+_register(merge_p, _merge_native_lowering, reference_merge)

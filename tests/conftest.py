@@ -1,5 +1,6 @@
 """Settings for the whole suite: they must stand before JAX starts its backend."""
 
+import json
 import os
 
 # Sharding and placement tests need several devices; the others use the first one.
@@ -36,3 +37,30 @@ def strict_promotion():
     """Our own code never relies on implicit dtype or rank promotion."""
     with jax.numpy_rank_promotion("raise"):
         yield
+
+
+@pytest.fixture
+def small_copies(monkeypatch):
+    """The bench measures the limit in no time."""
+    from jax_fused_adamw.bench import _measure
+
+    monkeypatch.setattr(_measure, "_CPU_COPY_BYTES", 1 << 20)
+
+
+@pytest.fixture
+def run_bench(tmp_path, small_copies):
+    """Runs the bench on tiny shapes: its exit status and its results."""
+    from jax_fused_adamw.bench import _results
+    from jax_fused_adamw.bench.__main__ import main
+
+    shapes = tmp_path / "shapes.json"
+    shapes.write_text(json.dumps({"tiny": [[5, 3], [7], []], "one": [[64]]}))
+    out = tmp_path / "results.json"
+
+    def run(*options):
+        quick = ["--iterations", "2", "--samples", "2"]
+        argv = ["--shapes", str(shapes), "--json", str(out), *quick, *options]
+        status = main(argv)
+        return status, _results.read(out)
+
+    return run

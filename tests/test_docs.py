@@ -18,6 +18,8 @@ PUBLIC = {name: x for name, x in PUBLIC.items() if not inspect.ismodule(x)}
 def test_public_names_are_the_documented_ones():
     assert set(PUBLIC) == {
         "ClipByGlobalNormState",
+        "AccumulateState",
+        "DynamicLossScale",
         "FusedAdamW",
         "FusedAdamWState",
         "GradReport",
@@ -26,6 +28,7 @@ def test_public_names_are_the_documented_ones():
         "NativeModule",
         "StatsPlan",
         "StepControl",
+        "accumulate",
         "adamw_step",
         "clip_by_global_norm",
         "fused_adamw",
@@ -47,7 +50,18 @@ def test_docstring(name):
             assert re.search(rf"^\s+\*{{0,2}}{parameter}: ", text, re.M), parameter
 
 
-@pytest.mark.parametrize("name", ["adamw_step", "fused_adamw", "kernel_info", "step"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DynamicLossScale",
+        "StatsPlan",
+        "accumulate",
+        "adamw_step",
+        "fused_adamw",
+        "kernel_info",
+        "step",
+    ],
+)
 def test_docstring_examples_run(name):
     examples = doctest.DocTestFinder(recurse=False).find(PUBLIC[name], name)
     assert examples[0].examples

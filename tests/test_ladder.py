@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import pytest
 from helpers import assert_same_bits
 
-from jax_fused_adamw.bench import _experiment, _ladder, _measure, _results, _shapes
+from jax_fused_adamw.bench import (
+    _ladder,
+    _measure,
+    _protocol,
+    _results,
+    _shapes,
+)
 from jax_fused_adamw.bench.__main__ import main
 from jax_fused_adamw.bench._problem import Blocked, Problem
 
@@ -99,15 +105,10 @@ def test_wrong_rung_shows_its_difference_and_no_time(
 
 
 def test_bfloat16_rung_is_held_to_gradients_of_its_own(run_ladder, monkeypatch):
-    row = ROWS["packed bfloat16"]
-
-    def build(problem):
-        assert problem.dtype == "bfloat16"
-        return row.build(dataclasses.replace(problem, dtype="float32"))
-
-    monkeypatch.setattr(
-        _ladder, "LADDER_ROWS", [ROWS["packed"], dataclasses.replace(row, build=build)]
+    of_float32 = dataclasses.replace(
+        ROWS["packed bfloat16"], build=ROWS["packed"].build
     )
+    monkeypatch.setattr(_ladder, "LADDER_ROWS", [ROWS["packed"], of_float32])
     _, results = run_ladder()
     for model in results.models:
         assert [row.status for row in model.rows] == ["measured", "wrong"]
@@ -116,12 +117,14 @@ def test_bfloat16_rung_is_held_to_gradients_of_its_own(run_ladder, monkeypatch):
 def bits_after(row, steps=3):
     """Parameters and moments, and the count, after a few steps of the row."""
     problem = Problem(TINY["tiny"], "float32", False)
-    stepper = row.build(row.variant(problem))
+    stepper = row.build(problem)
     stepper.start()
     stepper.run(steps)
     return jax.device_get((stepper.numbers(), stepper._state.count))
 
 
+# On a GPU the two start from numbers that different XLA backends have made.
+@pytest.mark.platform("cpu")
 def test_plain_loop_gives_the_bits_of_the_packed_kernel():
     loop = bits_after(ROWS["cpu loop"])
     assert loop[1] == 5
@@ -155,8 +158,8 @@ def test_host_rung_is_timed_by_the_clock_where_there_is_a_profiler(
         run()
         return _measure.DeviceTime(us=1.0, launches=1)
 
-    monkeypatch.setattr(_experiment, "_has_profiler", lambda: True)
-    monkeypatch.setattr(_experiment, "profile_device", profile_device)
+    monkeypatch.setattr(_protocol, "has_profiler", lambda: True)
+    monkeypatch.setattr(_protocol, "profile_device", profile_device)
     _, results = run_ladder()
     rows = {row.name: row for row in results.models[0].rows}
     assert rows["packed"].device_us.median == 1.0

@@ -22,9 +22,10 @@ ffi::Error UpdateImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remain
 
 ffi::Error AnalyzeImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                        ffi::Dictionary attributes) {
-  const ffi::ErrorOr<AnalyzeOperands> operands = DecodeAnalyze(args, rets, attributes);
+  const ffi::ErrorOr<StatsOperands> operands = DecodeAnalyze(args, rets, attributes);
   if (!operands.has_value()) return operands.error();
-  AnalyzeGradient(pool, pool.num_threads(), *SelectInstructionSet(), *operands);
+  AnalyzeGradient(pool, pool.num_threads(), *SelectInstructionSet(), operands->analyze);
+  MergeGradientStats(operands->merge);
   return ffi::Error::Success();
 }
 

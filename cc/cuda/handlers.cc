@@ -33,9 +33,9 @@ ffi::Error StatsInitializeImpl(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dict
 
 ffi::Error AnalyzeExecuteImpl(CuStream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                               ffi::Dictionary attributes) {
-  const ffi::ErrorOr<AnalyzeOperands> operands = DecodeAnalyze(args, rets, attributes);
+  const ffi::ErrorOr<StatsOperands> operands = DecodeAnalyze(args, rets, attributes);
   if (!operands.has_value()) return operands.error();
-  return InternalError(AnalyzeGradient(stream, *operands));
+  return InternalError(AnalyzeAndMerge(stream, operands->analyze, operands->merge));
 }
 
 ffi::Error MergeExecuteImpl(CuStream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,

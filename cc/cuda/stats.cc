@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <memory>
 
+#include "cuda/arrivals.h"
 #include "cuda/embedded.h"
 #include "cuda/fill_table.h"
 #include "cuda/kernels.h"
@@ -25,10 +26,24 @@ Kernel GetMerge(bool small) {
   return GetStatsKernel(small ? "MergeGradientStatsSmall" : "MergeGradientStatsLarge");
 }
 
+MergeBuffers BuffersOf(const MergeOperands& operands) {
+  return {operands.rows,        operands.rows_per_member,
+          operands.scratch,     operands.ScratchPerMember(),
+          operands.merged,      operands.norm,
+          operands.scaled_norm, operands.max_abs,
+          operands.nonfinite};
+}
+
+// What the last block of an analysis is to do.
+struct LastBlock {
+  MergeBuffers merge{};
+  int arrival_counter = -1;
+};
+
 // Launches one table of leaves from *next on, whose rows begin at *first_row; advances both.
 template <int kWords>
-std::string LaunchAnalyze(CuStream stream, const AnalyzeOperands& operands, std::size_t* next,
-                          long long* first_row) {
+std::string LaunchAnalyze(CuStream stream, const AnalyzeOperands& operands,
+                          const LastBlock& last_block, std::size_t* next, long long* first_row) {
   const Kernel kernel = GetAnalyze(kWords == kSmallTableWords);
   if (!kernel.ok()) return kernel.error;
   const auto size_of = [&](std::size_t i) { return operands.leaves[i].num_elements; };
@@ -41,6 +56,8 @@ std::string LaunchAnalyze(CuStream stream, const AnalyzeOperands& operands, std:
   };
   auto args = std::make_unique<AnalyzeArguments<kWords>>();
   args->gradient_scale = operands.gradient_scale;
+  args->merge = last_block.merge;
+  args->arrival_counter = last_block.arrival_counter;
   args->rows = operands.rows;
   args->rows_per_member = operands.RowsPerMember();
   args->first_row = *first_row;
@@ -59,11 +76,7 @@ std::string LaunchMerge(CuStream stream, const MergeOperands& operands, std::siz
   const Kernel kernel = GetMerge(kEntries == kSmallMergeEntries);
   if (!kernel.ok()) return kernel.error;
   auto args = std::make_unique<MergeArguments<kEntries>>();
-  args->buffers = {operands.rows,        operands.rows_per_member,
-                   operands.scratch,     operands.ScratchPerMember(),
-                   operands.merged,      operands.norm,
-                   operands.scaled_norm, operands.max_abs,
-                   operands.nonfinite};
+  args->buffers = BuffersOf(operands);
   args->num_segments = static_cast<int>(operands.segments.size());
   args->first_segment = static_cast<int>(*next);
   long long most_rows = 0;
@@ -80,6 +93,22 @@ std::string LaunchMerge(CuStream stream, const MergeOperands& operands, std::siz
   return Launch(stream, kernel, operands.members * entries, parameters, threads);
 }
 
+constexpr std::size_t kSmallLeaves = LeafTable<kSmallTableWords>::Capacity(1);
+constexpr std::size_t kLargeLeaves = LeafTable<kLargeTableWords>::Capacity(1);
+
+std::string LaunchAnalysis(CuStream stream, const AnalyzeOperands& operands,
+                           const LastBlock& last_block) {
+  const std::size_t num_leaves = operands.leaves.size();
+  std::string error;
+  long long first_row = 0;
+  for (std::size_t next = 0; next < num_leaves && error.empty();) {
+    const auto launch = num_leaves <= kSmallLeaves ? LaunchAnalyze<kSmallTableWords>
+                                                   : LaunchAnalyze<kLargeTableWords>;
+    error = launch(stream, operands, last_block, &next, &first_row);
+  }
+  return error;
+}
+
 }  // namespace
 
 std::string PrepareStats() {
@@ -92,16 +121,20 @@ std::string PrepareStats() {
 }
 
 std::string AnalyzeGradient(CuStream stream, const AnalyzeOperands& operands) {
-  const std::size_t num_leaves = operands.leaves.size();
-  const bool small =
-      num_leaves <= static_cast<std::size_t>(LeafTable<kSmallTableWords>::Capacity(1));
-  std::string error;
-  long long first_row = 0;
-  for (std::size_t next = 0; next < num_leaves && error.empty();) {
-    error = small ? LaunchAnalyze<kSmallTableWords>(stream, operands, &next, &first_row)
-                  : LaunchAnalyze<kLargeTableWords>(stream, operands, &next, &first_row);
+  return LaunchAnalysis(stream, operands, LastBlock{});
+}
+
+std::string AnalyzeAndMerge(CuStream stream, const AnalyzeOperands& analyze,
+                            const MergeOperands& merge) {
+  const long long num_rows = analyze.RowsPerMember();
+  LastBlock last_block;
+  if (analyze.members == 1 && merge.segments.size() == 1 && 0 < num_rows &&
+      num_rows <= kMergeFanIn && analyze.leaves.size() <= kLargeLeaves) {
+    last_block = {BuffersOf(merge), ArrivalCounterOf(merge.merged)};
   }
-  return error;
+  const std::string error = LaunchAnalysis(stream, analyze, last_block);
+  if (!error.empty() || last_block.arrival_counter >= 0) return error;
+  return MergeGradientStats(stream, merge);
 }
 
 std::string MergeGradientStats(CuStream stream, const MergeOperands& operands) {

@@ -19,6 +19,10 @@ std::string PrepareStats();
 std::string AnalyzeGradient(CuStream stream, const AnalyzeOperands& operands);
 std::string MergeGradientStats(CuStream stream, const MergeOperands& operands);
 
+// Both, `merge` reading the rows that `analyze` writes: a single launch for one report of few rows.
+std::string AnalyzeAndMerge(CuStream stream, const AnalyzeOperands& analyze,
+                            const MergeOperands& merge);
+
 }  // namespace jfa::cuda
 
 #endif  // JAX_FUSED_ADAMW_CC_CUDA_STATS_H_

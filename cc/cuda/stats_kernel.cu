@@ -2,8 +2,9 @@
 // update_kernel.cu is.
 //
 // AnalyzeGradient: a block makes one row of one chunk: loads a tile, finds its largest magnitude,
-// adds squares relative to that; the tile stays in registers between the two. MergeGradientStats:
-// a block makes one report, each of its warps merges 1024 rows at a time.
+// adds squares relative to that; the tile stays in registers between the two. The last block
+// merges the rows, where one merge is enough. MergeGradientStats: a block makes one report, each
+// of its warps merges 1024 rows at a time.
 #include "core/adamw.h"
 #include "core/chunks.h"
 #include "core/stats.h"
@@ -18,6 +19,10 @@ static_assert(kThreads == kTileLanes && kVector == kTileVector, "the tile of cor
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kWarps = kThreads / 32;
+
+// How many blocks of a launch have written their rows, by AnalyzeArguments::arrival_counter. Zero
+// between launches; launches that could run at the same time have different ones.
+__device__ Word32 arrivals[kNumArrivalCounters];
 
 // Where a block works.
 struct RowPlace {
@@ -160,6 +165,56 @@ __device__ __forceinline__ StatsRow AnalyzeChunk(const RowPlace& place, long lon
   return RowOf(sums);
 }
 
+// Past the first-level cache, which does not see what other blocks write.
+__device__ __forceinline__ StatsRow ReadRow(const StatsRow* row) {
+  const Word32* words = reinterpret_cast<const Word32*>(row);
+  return {BitsToFloat(__ldcg(words)), __ldcg(words + 1), static_cast<int>(__ldcg(words + 2))};
+}
+
+// Of up to 1024 rows by one warp; right in its lane 0.
+__device__ __forceinline__ StatsSums MergeRows(const StatsRow* rows, long long num_rows) {
+  static_assert(kMergeLanes == 32, "a lane of core/stats.h is one of a warp");
+  StatsSums sums{};
+#pragma unroll 8
+  for (int i = static_cast<int>(threadIdx.x % 32); i < num_rows; i += kMergeLanes) {
+    sums = AddSums(sums, SumsOf(ReadRow(rows + i)));
+  }
+#pragma unroll
+  for (int half = 16; half > 0; half /= 2) {
+    const StatsSums other{__shfl_down_sync(kAllLanes, sums.sum, half),
+                          __shfl_down_sync(kAllLanes, sums.max_bits, half),
+                          __shfl_down_sync(kAllLanes, sums.nonfinite, half)};
+    sums = AddSums(sums, other);
+  }
+  return sums;
+}
+
+__device__ __forceinline__ void WriteReport(const MergeBuffers& buffers, long long result,
+                                            const StatsSums& sums) {
+  const StatsReport report = ReportOf(sums);
+  buffers.merged[result] = RowOf(sums);
+  buffers.norm[result] = report.norm;
+  buffers.scaled_norm[result] = report.scaled_norm;
+  buffers.max_abs[result] = report.max_abs;
+  buffers.nonfinite[result] = report.nonfinite;
+}
+
+// Writes the row, and tells the first warp of a block whether all others have written theirs.
+template <typename Arguments>
+__device__ __forceinline__ bool IsLastRow(const Arguments& args, long long place,
+                                          const StatsRow& row) {
+  if (threadIdx.x >= 32) return false;
+  Word32 before = 0;
+  if (threadIdx.x == 0) {
+    args.rows[place] = row;
+    __threadfence();  // the row before the arrival, for whoever reads after it
+    before = atomicAdd(&arrivals[args.arrival_counter], 1u);
+    if (before == gridDim.x - 1) arrivals[args.arrival_counter] = 0;
+    __threadfence();
+  }
+  return __shfl_sync(kAllLanes, before, 0) == gridDim.x - 1;
+}
+
 template <typename Arguments>
 __device__ __forceinline__ void AnalyzeOneRow(const Arguments& args) {
   const RowPlace place = LocateRow(args);
@@ -172,25 +227,12 @@ __device__ __forceinline__ void AnalyzeOneRow(const Arguments& args) {
   } else {
     row = AnalyzeChunk<DType::kFloat16>(place, args.chunk_elements, unscale);
   }
-  if (threadIdx.x == 0) args.rows[place.row] = row;
-}
-
-// Of up to 1024 rows by one warp; right in its lane 0.
-__device__ __forceinline__ StatsSums MergeRows(const StatsRow* rows, long long num_rows) {
-  static_assert(kMergeLanes == 32, "a lane of core/stats.h is one of a warp");
-  StatsSums sums{};
-#pragma unroll 8
-  for (int i = static_cast<int>(threadIdx.x % 32); i < num_rows; i += kMergeLanes) {
-    sums = AddSums(sums, SumsOf(rows[i]));
+  if (args.arrival_counter < 0) {
+    if (threadIdx.x == 0) args.rows[place.row] = row;
+  } else if (IsLastRow(args, place.row, row)) {
+    const StatsSums sums = MergeRows(args.rows, gridDim.x);
+    if (threadIdx.x == 0) WriteReport(args.merge, 0, sums);
   }
-#pragma unroll
-  for (int half = 16; half > 0; half /= 2) {
-    const StatsSums other{__shfl_down_sync(kAllLanes, sums.sum, half),
-                          __shfl_down_sync(kAllLanes, sums.max_bits, half),
-                          __shfl_down_sync(kAllLanes, sums.nonfinite, half)};
-    sums = AddSums(sums, other);
-  }
-  return sums;
 }
 
 template <typename Arguments>
@@ -222,12 +264,7 @@ __device__ __forceinline__ void MergeOneSegment(const Arguments& args) {
   const StatsSums sums = MergeRows(rows, num_rows);
   if (!first_lane) return;
   const long long result = member * args.num_segments + args.first_segment + entry;
-  const StatsReport report = ReportOf(sums);
-  buffers.merged[result] = RowOf(sums);
-  buffers.norm[result] = report.norm;
-  buffers.scaled_norm[result] = report.scaled_norm;
-  buffers.max_abs[result] = report.max_abs;
-  buffers.nonfinite[result] = report.nonfinite;
+  WriteReport(buffers, result, sums);
 }
 
 }  // namespace

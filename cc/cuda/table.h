@@ -81,16 +81,6 @@ struct UpdateArguments {
   LeafTable<kWords> table;
 };
 
-template <int kWords>
-struct AnalyzeArguments {
-  ScalarOperand<float> gradient_scale;
-  StatsRow* rows;
-  long long rows_per_member;
-  long long first_row;  // of a member's rows, that of the launch's first leaf
-  long long chunk_elements;
-  LeafTable<kWords> table;
-};
-
 // What a merge of rows reads and writes (core/stats_operands.h).
 struct MergeBuffers {
   const StatsRow* rows;
@@ -102,6 +92,18 @@ struct MergeBuffers {
   float* scaled_norm;
   float* max_abs;
   int* nonfinite;
+};
+
+template <int kWords>
+struct AnalyzeArguments {
+  ScalarOperand<float> gradient_scale;
+  MergeBuffers merge;   // for the last block
+  int arrival_counter;  // index of the launch's; negative if another launch merges
+  StatsRow* rows;
+  long long rows_per_member;
+  long long first_row;  // of a member's rows, that of the launch's first leaf
+  long long chunk_elements;
+  LeafTable<kWords> table;
 };
 
 struct MergeEntry {

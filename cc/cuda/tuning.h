@@ -37,8 +37,9 @@ constexpr int kMergeThreads = 1024;
 // made two, and 4.2 us in one (H200, 2026-11-29).
 constexpr int kSmallGridBlocks = 1024;
 
-// Arrival counters, one for each address where a new count has been written. When they run out,
-// which a process that reuses its memory does not reach, a kernel of its own counts.
+// Arrival counters, one for each address where a new count or a report has been written. When they
+// run out, which a process that reuses its memory does not reach, a kernel of its own counts, or
+// merges.
 constexpr int kNumArrivalCounters = 1 << 12;
 
 }  // namespace jfa::cuda

@@ -1,10 +1,9 @@
 #include "cuda/update.h"
 
 #include <memory>
-#include <mutex>
-#include <unordered_map>
 
 #include "core/chunks.h"
+#include "cuda/arrivals.h"
 #include "cuda/fill_table.h"
 #include "cuda/kernels.h"
 #include "cuda/table.h"
@@ -125,21 +124,6 @@ bool IsSmallGrid(const Leaves& leaves, const Plan& plan) {
     blocks += BlocksInLeaf(members, leaf.num_elements / members, kChunk);
   }
   return 0 < blocks && blocks <= kSmallGridBlocks;
-}
-
-// The arrival counter of launches that write a new count there, or -1 when all are taken. Two such
-// launches cannot run at the same time, since they write the same memory; any two others have
-// different counters.
-int ArrivalCounterOf(const int* new_count) {
-  static std::mutex mutex;
-  static auto* indices = new std::unordered_map<const int*, int>();
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = indices->find(new_count);
-  if (found != indices->end()) return found->second;
-  const int index = static_cast<int>(indices->size());
-  if (index == kNumArrivalCounters) return -1;
-  indices->emplace(new_count, index);
-  return index;
 }
 
 }  // namespace

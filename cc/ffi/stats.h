@@ -3,8 +3,8 @@
 //
 // analyze_gradient
 //   arguments  gradient_scale f32[], grads...
-//   results    rows u32[rows, 3]
-//   attributes members i64, chunk_elements i64
+//   results    those of merge_gradient_stats, then rows u32[rows, 3]
+//   attributes those of merge_gradient_stats, chunk_elements i64
 //
 // merge_gradient_stats
 //   arguments  rows u32[rows, 3]
@@ -24,9 +24,14 @@ namespace jfa {
 inline constexpr char kAnalyzeTarget[] = "jax_fused_adamw_analyze_gradient_v1";
 inline constexpr char kMergeTarget[] = "jax_fused_adamw_merge_gradient_stats_v1";
 
-xla::ffi::ErrorOr<AnalyzeOperands> DecodeAnalyze(xla::ffi::RemainingArgs args,
-                                                 xla::ffi::RemainingRets rets,
-                                                 xla::ffi::Dictionary attributes);
+struct StatsOperands {
+  AnalyzeOperands analyze;
+  MergeOperands merge;  // reads the rows of `analyze`
+};
+
+xla::ffi::ErrorOr<StatsOperands> DecodeAnalyze(xla::ffi::RemainingArgs args,
+                                               xla::ffi::RemainingRets rets,
+                                               xla::ffi::Dictionary attributes);
 
 xla::ffi::ErrorOr<MergeOperands> DecodeMerge(xla::ffi::RemainingArgs args,
                                              xla::ffi::RemainingRets rets,

@@ -19,7 +19,15 @@ from jax_fused_adamw.bench._shapes import (
 _QUICK_SHAPES = ("mlp", "resnet50")
 _ITERATIONS = {"cpu": 10, "gpu": 20}
 # What the ladder decides itself.
-_NOT_WITH_LADDER = ("rows", "dtype", "amsgrad", "shape", "shapes", "module", "elements")
+_OF_THE_ISOLATED_STEP = (
+    "rows",
+    "dtype",
+    "amsgrad",
+    "shape",
+    "shapes",
+    "module",
+    "elements",
+)
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -61,8 +69,27 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="timed batches of every row (default %(default)s)",
     )
+    _add_train_step(parser.add_argument_group("whole train steps"))
     _add_files(parser.add_argument_group("files"))
     return parser
+
+
+def _add_train_step(group) -> None:
+    group.add_argument(
+        "--train-step",
+        action="store_true",
+        help="time train steps of a GPT (GPT-2 on a GPU, else a tiny one) and of PPO "
+        "instead of optimizer steps",
+    )
+    group.add_argument(
+        "--batch",
+        nargs="+",
+        type=whole_number(1, 100_000),
+        metavar="N",
+        default=[],
+        help="sequences in the GPT's batch (default: 4 and, on a GPU, the largest "
+        "power of two times 4 that fits)",
+    )
 
 
 def _add_models(group) -> None:
@@ -97,7 +124,17 @@ def _add_models(group) -> None:
 def _add_files(group) -> None:
     group.add_argument("--json", type=path, metavar="FILE", help="save the results")
     group.add_argument(
-        "--plot", type=path, metavar="FILE", help="draw the percentages of the limit"
+        "--plot",
+        type=path,
+        metavar="FILE",
+        help="draw the percentages of the limit, or what train steps consist of",
+    )
+    group.add_argument(
+        "--markdown",
+        type=path,
+        metavar="FILE",
+        help="print a result file of --train-step as a Markdown table, and measure "
+        "nothing",
     )
     group.add_argument(
         "--compare",
@@ -136,19 +173,42 @@ def _models(options: argparse.Namespace, platform: str) -> dict[str, Leaves]:
 def _run(argv: Sequence[str] | None) -> int:
     parser = _make_parser()
     options = parser.parse_args(argv)
-    if options.ladder:
-        _check_ladder(options, parser)
+    _check_ladder(options, parser)
+    _check_train_step(options, parser)
     _require_packages()
     # Not at the top: they import the packages that may be missing.
-    from jax_fused_adamw.bench import _experiment, _ladder, _report, _results
+    from jax_fused_adamw.bench import _report, _results, _train_report
 
     if options.compare is not None:
         _report.print_comparison(*map(_results.read, options.compare))
+        return 0
+    if options.markdown is not None:
+        print(_train_report.render_table(_read_train_steps(options.markdown)), end="")
         return 0
     _check_paths(options)
     if options.plot is not None:
         _report.check_plot_path(options.plot)
     baseline = None if options.check is None else _results.read(options.check)
+    if options.train_step:
+        report, results = _train_report, _measure_train_steps(options)
+    else:
+        report, results = _report, _measure_optimizer_steps(options)
+    report.print_results(results)
+    if options.json is not None:
+        _results.write(results, options.json)
+    if options.plot is not None:
+        report.save_plot(results, options.plot)
+    losses = [] if baseline is None else _report.find_losses(baseline, results)
+    for loss in losses:
+        print(f"LOST: {loss}")
+    bad = (_results.WRONG, _results.FAILED)
+    wrong = any(row.status in bad for _, row in results.rows())
+    return 1 if wrong or losses else 0
+
+
+def _measure_optimizer_steps(options: argparse.Namespace):
+    from jax_fused_adamw.bench import _experiment, _ladder
+
     unknown = set(options.rows or ()) - set(_experiment.ROWS)
     if unknown:
         raise BenchError(
@@ -167,26 +227,61 @@ def _run(argv: Sequence[str] | None) -> int:
         iterations=options.iterations or _ITERATIONS.get(platform, 10),
         samples=options.samples,
     )
-    results = _experiment.run_bench(models, rows, how)
-    _report.print_results(results)
-    if options.json is not None:
-        _results.write(results, options.json)
-    if options.plot is not None:
-        _report.save_plot(results, options.plot)
-    losses = [] if baseline is None else _report.find_losses(baseline, results)
-    for loss in losses:
-        print(f"LOST: {loss}")
-    bad = (_results.WRONG, _results.FAILED)
-    wrong = any(row.status in bad for _, row in results.rows())
-    return 1 if wrong or losses else 0
+    return _experiment.run_bench(models, rows, how)
+
+
+def _measure_train_steps(options: argparse.Namespace):
+    from jax_fused_adamw.bench import _train_step
+
+    _platform()
+    return _train_step.run_train_steps(
+        options.batch, options.iterations, options.samples
+    )
+
+
+def _check_train_step(
+    options: argparse.Namespace, parser: argparse.ArgumentParser
+) -> None:
+    """Refuses options that mean nothing with --train-step, or nothing without it."""
+    if not options.train_step and options.batch:
+        raise BenchError("--batch is the batch of --train-step; give both")
+    if options.train_step:
+        _refuse(
+            ("ladder", *_OF_THE_ISOLATED_STEP),
+            options,
+            parser,
+            "--{name} is of the isolated optimizer step; --train-step takes --batch, "
+            "--iterations and --samples",
+        )
 
 
 def _check_ladder(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    for name in _NOT_WITH_LADDER:
+    if options.ladder and not options.train_step:
+        _refuse(
+            _OF_THE_ISOLATED_STEP,
+            options,
+            parser,
+            "--ladder has rows, sizes and gradients of its own: leave out --{name}",
+        )
+
+
+def _refuse(names: Sequence[str], options, parser, message: str) -> None:
+    """Raises for the first option that is not at its default."""
+    for name in names:
         if getattr(options, name) != parser.get_default(name):
-            raise BenchError(
-                f"--ladder has rows, sizes and gradients of its own: leave out --{name}"
-            )
+            raise BenchError(message.format(name=name))
+
+
+def _read_train_steps(path):
+    from jax_fused_adamw.bench import _results
+
+    results = _results.read(path)
+    if results.kind != _results.TrainResults.kind:
+        raise BenchError(
+            f"--markdown {str(path)!r}: expected results of --train-step, got those of "
+            f"the {results.kind}"
+        )
+    return results
 
 
 def _check_paths(options: argparse.Namespace) -> None:
@@ -227,7 +322,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     # JAX would take three quarters of a GPU's memory, and torch's rows need some too.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # Train steps do without torch, and large batches need memory in one piece.
+    if "--train-step" not in sys.argv:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     # torch's CPU threads would spin, and fight with JAX's for the same processors.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # A path in the output may hold what the terminal's encoding does not.

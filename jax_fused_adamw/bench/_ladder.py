@@ -8,6 +8,7 @@ ladder is first run.
 import dataclasses
 import functools
 import importlib
+import math
 
 import jax
 import numpy as np
@@ -100,13 +101,16 @@ def _native_step(target: str, rung: int) -> Step:
             "eps_root": 0.0,
             "weight_decay": WEIGHT_DECAY,
             "gradient_scale": 1.0,
+            "max_grad": math.inf,
         }
     )
 
     def step(params, state, grads):
         config = UpdateConfig(decays=(True,) * len(params), count_step=True)
         counters = [state.count, state.skipped, state.consecutive]
-        scalars = Scalars(state.count, np.bool_(False), hyper_bits, [], counters[1:])
+        scalars = Scalars(
+            state.count, np.bool_(False), hyper_bits, [], [], [], counters[1:]
+        )
         buffers = Buffers(params, grads, state.mu, state.nu, [])
         results = [*params, *state.mu, *state.nu, *counters]
         call = jax.ffi.ffi_call(
@@ -140,17 +144,32 @@ def _build_cuda(rung: int, problem: Problem) -> JaxStepper:
     return JaxStepper(problem, _make_state(), step)
 
 
+def _with_gradients(row: Row, dtype: str) -> Row:
+    """The row with gradients of another dtype than the run's."""
+
+    def variant(function):
+        return lambda problem: function(dataclasses.replace(problem, dtype=dtype))
+
+    return dataclasses.replace(
+        row,
+        name=f"{row.name} {dtype}",
+        build=variant(row.build),
+        num_bytes=variant(row.num_bytes),
+        dtype=dtype,
+    )
+
+
 _BENCH_ROWS = {row.name: row for row in JAX_ROWS}
 _PACKED = dataclasses.replace(_BENCH_ROWS["step"], name="packed")
 
 LADDER_ROWS = (
-    Row("cpu loop", _build_loop, fused_bytes, on_host=True),
+    Row("cpu loop", _build_loop, fused_bytes, profiled=False),
     _BENCH_ROWS["staged"],
     *(
         Row(name, functools.partial(_build_cuda, rung), fused_bytes)
         for name, rung in _CUDA_RUNGS.items()
     ),
     _PACKED,
-    dataclasses.replace(_PACKED, name="packed bfloat16", dtype="bfloat16"),
+    _with_gradients(_PACKED, "bfloat16"),
     _BENCH_ROWS["optax.adamw"],
 )

@@ -3,7 +3,6 @@
 import concurrent.futures
 import dataclasses
 import glob
-import os
 import statistics
 import tempfile
 import time
@@ -13,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jax_fused_adamw._machine import num_processors
 
 GPU_PLANE = "/device:GPU:0"
 _CPU_COPY_BYTES = 1 << 28  # beyond any cache but the very largest
@@ -145,13 +146,6 @@ def _numpy_limit() -> Limit:
         f"{_COPIES // 2}"
     )
     return Limit(2 * _CPU_COPY_BYTES / best / 1e9, method)
-
-
-def num_processors() -> int:
-    """Those that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def percent_of_limit(num_bytes: int, seconds: float, limit: Limit) -> float:

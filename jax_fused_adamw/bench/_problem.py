@@ -133,9 +133,8 @@ class Row:
       skips: whether every step is a skipped one, which changes nothing.
       optax_amsgrad: whether AMSGrad is optax's rule (the maximum of the corrected
         moment) instead of PyTorch's.
+      profiled: whether its device time is measured too, where there is a profiler.
       dtype: of the row's gradients, where it is not the run's.
-      on_host: whether it runs on the processor whatever JAX's device is, so that the
-        profiler sees none of it and wall time is its time.
     """
 
     name: str
@@ -144,8 +143,8 @@ class Row:
     ours: bool = False
     skips: bool = False
     optax_amsgrad: bool = False
+    profiled: bool = True
     dtype: str | None = None
-    on_host: bool = False
 
     def variant(self, problem: Problem) -> Problem:
         """The problem with this row's gradients."""

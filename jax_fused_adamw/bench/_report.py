@@ -12,10 +12,11 @@ from jax_fused_adamw.bench._results import (
     ModelResult,
     Results,
     RowResult,
+    Run,
+    Timed,
     comparable_us,
 )
 
-PEER = "optax.adamw"
 ALLOWED_LOSS = 0.05
 _COLUMNS = (
     "row",
@@ -47,7 +48,7 @@ def print_results(results: Results) -> None:
             f"\n{model.name}: {model.num_parameters:,} parameters in "
             f"{model.num_leaves:,} {leaves}"
         )
-        _print_table(_COLUMNS, [_cells(row) for row in model.rows])
+        print_table(_COLUMNS, [_cells(row) for row in model.rows])
         for row in model.rows:
             if row.reason is not None:
                 print(f"  {row.name} {row.status}: {row.reason}")
@@ -64,23 +65,23 @@ def _cells(row: RowResult) -> list[str]:
     wall, device = row.wall_ms, row.device_us
     return [
         row.name,
-        _number(device and device.median, ",.1f"),
-        _number(row.launches, "d"),
-        _number(wall.median, ",.3f"),
-        _number(wall.min, ",.3f"),
-        _number(wall.max, ",.3f"),
-        _number(row.compile_s, ".2f"),
-        _number(row.peak_bytes and row.peak_bytes / 1e6, ",.1f"),
-        _number(row.num_bytes, "d"),
-        _number(row.percent_of_limit, ".1f"),
+        number(device and device.median, ",.1f"),
+        number(row.launches, "d"),
+        number(wall.median, ",.3f"),
+        number(wall.min, ",.3f"),
+        number(wall.max, ",.3f"),
+        number(row.compile_s, ".2f"),
+        number(row.peak_bytes and row.peak_bytes / 1e6, ",.1f"),
+        number(row.num_bytes, "d"),
+        number(row.percent_of_limit, ".1f"),
     ]
 
 
-def _number(value: float | None, form: str) -> str:
+def number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Right-aligned but for the first column."""
     lines = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -109,6 +110,11 @@ def save_plot(results: Results, path: pathlib.Path) -> None:
         f"percent of the limit, a copy at {results.limit['gb_per_s']:,.0f} GB/s"
     )
     figure.suptitle(results.machine["device"])
+    save_figure(figure, path)
+
+
+def save_figure(figure: Figure, path: pathlib.Path) -> None:
+    """Writes it as the kind of file that the name asks for."""
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
@@ -126,12 +132,13 @@ def _plot_model(ax, model: ModelResult) -> None:
     ax.margins(x=0.1)
 
 
-def print_comparison(before: Results, after: Results) -> None:
+def print_comparison(before: Run, after: Run) -> None:
     """The time of every row that both have measured.
 
     Raises:
-      BenchError: nothing that both have measured.
+      BenchError: runs of two kinds, or nothing that both have measured.
     """
+    _require_one_kind("--compare", before, after)
     old = _measured(before)
     pairs = [
         (key, old[key], row) for key, row in _measured(after).items() if key in old
@@ -139,19 +146,25 @@ def print_comparison(before: Results, after: Results) -> None:
     if not pairs:
         raise BenchError("--compare: the two files have no measured row in common")
     for title, results in (("A", before), ("B", after)):
-        print(
-            f"{title}: {results.machine['device']}, {results.machine['date']}, "
-            f"{results.setting['dtype']} gradients, "
-            f"amsgrad={results.setting['amsgrad']}"
-        )
+        setting = [f"{name}={results.setting[name]}" for name in results.compared]
+        machine = results.machine
+        print(f"{title}: {', '.join([machine['device'], machine['date'], *setting])}")
     rows = []
     for (model, name), *both in pairs:
         a, b = comparable_us(both)
         rows.append([f"{model} {name}", f"{a:,.1f}", f"{b:,.1f}", f"{b / a:.3f}"])
-    _print_table(["row", "A us", "B us", "B / A"], rows)
+    print_table(["row", "A us", "B us", "B / A"], rows)
 
 
-def _measured(results: Results) -> dict[tuple[str, str], RowResult]:
+def _require_one_kind(option: str, before: Run, after: Run) -> None:
+    if before.kind != after.kind:
+        raise BenchError(
+            f"{option}: expected two runs of one kind, got one of the {before.kind} "
+            f"and one of the {after.kind}"
+        )
+
+
+def _measured(results: Run) -> dict[tuple[str, str], Timed]:
     return {
         (model, row.name): row
         for model, row in results.rows()
@@ -159,15 +172,15 @@ def _measured(results: Results) -> dict[tuple[str, str], RowResult]:
     }
 
 
-def find_losses(baseline: Results, results: Results) -> list[str]:
+def find_losses(baseline: Run, results: Run) -> list[str]:
     """Where this package has become slower by more than 5 %, one line each.
 
     Times are not compared, since machines drift, but what is relative to the same run:
-    the ratio to ``optax.adamw``, and the percentage of the limit.
+    the ratio to the same rule in optax, and the percentage of the limit.
 
     Args:
       baseline: an earlier run.
-      results: of the same dtype and AMSGrad on the same device.
+      results: of the same kind, with the same options, on the same device.
 
     Raises:
       BenchError: runs that cannot be compared, or have no row in common.
@@ -193,9 +206,10 @@ def find_losses(baseline: Results, results: Results) -> list[str]:
     return losses
 
 
-def _require_comparable(baseline: Results, results: Results) -> None:
+def _require_comparable(baseline: Run, results: Run) -> None:
+    _require_one_kind("--check", baseline, results)
     machine = ("device", "processor") if _on_cpu(results) else ("device",)
-    for kind, names in (("machine", machine), ("setting", ("dtype", "amsgrad"))):
+    for kind, names in (("machine", machine), ("setting", results.compared)):
         for name in names:
             old, new = getattr(baseline, kind)[name], getattr(results, kind)[name]
             if old != new:
@@ -205,23 +219,24 @@ def _require_comparable(baseline: Results, results: Results) -> None:
                 )
 
 
-def _on_cpu(results: Results) -> bool:
+def _on_cpu(results: Run) -> bool:
     return results.machine["platform"] == "cpu"
 
 
 def _figures(
-    key: tuple[str, str], baseline: Results, results: Results
+    key: tuple[str, str], baseline: Run, results: Run
 ) -> list[tuple[str, float, float]]:
     """``name, before, after`` of what both runs have; more is better."""
     runs = [_measured(baseline), _measured(results)]
-    percents = [run[key].percent_of_limit for run in runs]
-    rows = [run.get(k) for run in runs for k in (key, (key[0], PEER))]
+    percents = [getattr(run[key], "percent_of_limit", None) for run in runs]
+    peer = runs[1][key].peer
+    rows = [run.get(k) for run in runs for k in (key, (key[0], peer))]
     speeds = [None, None]
     if None not in rows:
         ours, theirs, our_new, their_new = comparable_us(rows)
         speeds = [theirs / ours, their_new / our_new]
     figures = [
-        (f"speed as a multiple of {PEER}'s", *speeds),
+        (f"speed as a multiple of {peer}'s", *speeds),
         ("percent of the limit", *percents),
     ]
     return [figure for figure in figures if None not in figure]

@@ -5,7 +5,7 @@ import json
 import pathlib
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from jax_fused_adamw.bench import BenchError
 
@@ -27,8 +27,8 @@ class Spread:
 
 
 @dataclasses.dataclass(frozen=True)
-class RowResult:
-    """One row on one model. Only a measured one has times.
+class Timed:
+    """What every row has. Only a measured one has times.
 
     Attributes:
       name: of the row.
@@ -36,26 +36,54 @@ class RowResult:
       status: ``"measured"``, ``"wrong"``, ``"blocked"`` (it cannot run here) or
         ``"failed"``.
       reason: why it is not measured, or a measured one has no device time.
-      num_bytes: counted memory traffic of a parameter.
       wall_ms: of a step, one number a sample.
       device_us: of a step, by the profiler; None where it sees no device.
       launches: kernels and copies of a step.
       compile_s: seconds to trace and compile.
       peak_bytes: what the compiled step holds at most.
-      percent_of_limit: share of the copy bandwidth.
     """
 
     name: str
     ours: bool
     status: str
     reason: str | None = None
-    num_bytes: int | None = None
     wall_ms: Spread | None = None
     device_us: Spread | None = None
-    launches: int | None = None
+    launches: float | None = None
     compile_s: float | None = None
     peak_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RowResult(Timed):
+    """A row of the isolated optimizer step.
+
+    Attributes:
+      num_bytes: counted memory traffic of a parameter.
+      percent_of_limit: share of the copy bandwidth.
+    """
+
+    num_bytes: int | None = None
     percent_of_limit: float | None = None
+    peer: ClassVar[str] = "optax.adamw"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainRowResult(Timed):
+    """A row of whole train steps.
+
+    Attributes:
+      peer: the row of optax that follows the same rule; None for the first row, which
+        takes gradients and no step.
+      optimizer_share: what a step takes longer than its gradients, as a share of it.
+      no_graphs_ms: wall time of a step without CUDA graphs.
+      no_graphs_reason: why that is not measured.
+    """
+
+    peer: str | None = None
+    optimizer_share: float | None = None
+    no_graphs_ms: Spread | None = None
+    no_graphs_reason: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,30 +97,82 @@ class ModelResult:
 
 
 @dataclasses.dataclass(frozen=True)
-class Results:
-    """A whole run.
+class WorkloadResult:
+    """All rows on one workload; the first one takes gradients and no step.
+
+    Attributes:
+      name: of the workload.
+      step: what is timed, in words.
+      iterations: steps of a batch.
+      num_leaves: of the parameters.
+      num_parameters: in them.
+      rows: one result each.
+    """
+
+    name: str
+    step: str
+    iterations: int
+    num_leaves: int
+    num_parameters: int
+    rows: list[TrainRowResult]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What every kind of run has.
 
     Attributes:
       machine: of ``describe_machine``.
       load: ``before`` and ``after``, of ``describe_load``.
       setting: hyperparameters and options, every one of them.
-      limit: copy bandwidth and how it was measured.
       models: one result each.
+      kind: its name in a file.
+      compared: entries of ``setting`` that two runs must share to be compared.
     """
 
     machine: dict[str, Any]
     load: dict[str, Any]
     setting: dict[str, Any]
-    limit: dict[str, Any]
-    models: list[ModelResult]
+    models: list[Any]
+    kind: ClassVar[str]
+    compared: ClassVar[tuple[str, ...]]
 
-    def rows(self) -> Iterator[tuple[str, RowResult]]:
+    def rows(self) -> Iterator[tuple[str, Any]]:
         for model in self.models:
             for row in model.rows:
                 yield model.name, row
 
 
-def comparable_us(rows: Sequence[RowResult]) -> list[float]:
+@dataclasses.dataclass(frozen=True)
+class Results(Run):
+    """A run of isolated optimizer steps.
+
+    Attributes:
+      limit: copy bandwidth and how it was measured.
+      models: one :class:`ModelResult` each.
+    """
+
+    limit: dict[str, Any]
+    kind = "optimizer step"
+    compared = ("dtype", "amsgrad")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResults(Run):
+    """A run of whole train steps; ``models`` holds a :class:`WorkloadResult` each."""
+
+    kind = "train step"
+    compared = ("attention", "activations")
+
+
+# Of a run, of its models and of their rows, by kind.
+_CLASSES = {
+    Results.kind: (Results, ModelResult, RowResult),
+    TrainResults.kind: (TrainResults, WorkloadResult, TrainRowResult),
+}
+
+
+def comparable_us(rows: Sequence[Timed]) -> list[float]:
     """Median time of a step of each measured row.
 
     The device's where every row has it, else wall time of all: never one against the
@@ -103,9 +183,9 @@ def comparable_us(rows: Sequence[RowResult]) -> list[float]:
     return [1e3 * row.wall_ms.median for row in rows]
 
 
-def write(results: Results, path: pathlib.Path) -> None:
+def write(results: Run, path: pathlib.Path) -> None:
     """Writes the JSON file."""
-    content = {"schema": SCHEMA, **dataclasses.asdict(results)}
+    content = {"schema": SCHEMA, "kind": results.kind, **dataclasses.asdict(results)}
     try:
         path.write_text(json.dumps(content, indent=2) + "\n")
     except OSError as error:
@@ -114,7 +194,7 @@ def write(results: Results, path: pathlib.Path) -> None:
         ) from error
 
 
-def read(path: pathlib.Path) -> Results:
+def read(path: pathlib.Path) -> Results | TrainResults:
     """Reads what :func:`write` wrote.
 
     Raises:
@@ -131,19 +211,20 @@ def read(path: pathlib.Path) -> Results:
             "measure again with --json"
         )
     try:
+        run, model, row = _CLASSES[content.pop("kind", Results.kind)]
         models = [
-            ModelResult(**model | {"rows": [_row(row) for row in model["rows"]]})
-            for model in content.pop("models")
+            model(**fields | {"rows": [_row(row, each) for each in fields["rows"]]})
+            for fields in content.pop("models")
         ]
-        return Results(models=models, **content)
+        return run(models=models, **content)
     except (KeyError, TypeError) as error:
         raise BenchError(f"{str(path)!r}: not a results file: {error}") from error
 
 
-def _row(fields: dict[str, Any]) -> RowResult:
+def _row(row: type[Timed], fields: dict[str, Any]) -> Timed:
     spreads = {
         name: Spread(**fields[name])
-        for name in ("wall_ms", "device_us")
-        if fields[name] is not None
+        for name in ("wall_ms", "device_us", "no_graphs_ms")
+        if fields.get(name) is not None
     }
-    return RowResult(**fields | spreads)
+    return row(**fields | spreads)

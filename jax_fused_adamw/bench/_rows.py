@@ -47,7 +47,7 @@ class JaxStepper:
         lowered = jitted.lower(self._params, self._state, problem.grads, *extra)
         self._step = lowered.compile()
         self.compile_s = time.perf_counter() - started
-        self.peak_bytes = _peak_bytes(self._step)
+        self.peak_bytes = peak_bytes_of(self._step)
         self.release()
 
     def start(self) -> None:
@@ -79,7 +79,8 @@ class JaxStepper:
         self._params = self._state = None
 
 
-def _peak_bytes(compiled: jax.stages.Compiled) -> int | None:
+def peak_bytes_of(compiled: jax.stages.Compiled) -> int | None:
+    """What a compiled program holds at most, arguments included; None if unknown."""
     memory = compiled.memory_analysis()
     if memory is None:
         return None
@@ -145,13 +146,18 @@ def _build_skipped(problem: Problem) -> JaxStepper:
     return _build(problem, tx, step, extra=(jnp.array(True),))
 
 
-def _build(problem: Problem, tx: Any, step: Step, **options: Any) -> JaxStepper:
+def require_kernel() -> None:
+    """Raises :class:`Blocked` where this package has no kernel for JAX's platform."""
     platform = jax.default_backend()
     module = {"cpu": jfa.kernel_info().cpu, "gpu": jfa.kernel_info().cuda}
     if platform not in module:
         raise Blocked(f"there is no kernel for {platform}")
     if not module[platform].loaded:
         raise Blocked(f"no kernel: {module[platform].reason}")
+
+
+def _build(problem: Problem, tx: Any, step: Step, **options: Any) -> JaxStepper:
+    require_kernel()
     return JaxStepper(problem, tx, step, **options)
 
 

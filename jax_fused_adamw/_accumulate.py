@@ -1,0 +1,329 @@
+"""Gradient accumulation: one optimizer pass for several micro-batches."""
+
+import functools
+import numbers
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jax_fused_adamw import _checks, _in_place
+from jax_fused_adamw._hyperparams import (
+    check_gradient_scale,
+    check_weight,
+    skip_update_operand,
+)
+from jax_fused_adamw._stats import GradReport
+from jax_fused_adamw._transform import FusedAdamW, FusedAdamWState
+
+
+class AccumulateState(NamedTuple):
+    """State of :func:`accumulate`, a pending window included.
+
+    The first micro-batch of a window overwrites what the last window has left in
+    ``acc_grads``, ``total_weight`` and ``skip``.
+    """
+
+    mini_step: jax.Array  # int32[]: micro-batches in the pending window
+    total_weight: jax.Array  # float32[]: their weights' sum
+    skip: jax.Array  # bool[]: whether one of them has condemned the window
+    acc_grads: Any  # float32 leaves: sum of weight * gradient / gradient_scale
+    inner_opt_state: Any
+    skipped_windows: jax.Array  # int32[]: windows without a step, saturating
+
+
+def accumulate(
+    tx: optax.GradientTransformation, every_k: int
+) -> optax.GradientTransformationExtraArgs:
+    r"""Takes one step of ``tx`` for every ``every_k`` micro-batches.
+
+    Differs from :class:`optax.MultiSteps`: ``tx`` runs once per window, under
+    ``lax.cond``, where other micro-batches only add to the accumulators; one NaN skips
+    its window and no later one; a weight, a skip or a loss scale may come with every
+    micro-batch. ``tx`` is given the weighted mean
+
+    .. math::
+
+      \bar g = \sum_{i=1}^{k} w_i \, (\tilde g_i / s_i) \Big/ \sum_{i=1}^{k} w_i
+
+    in float32, added in this order: :math:`k` is ``every_k``, :math:`\tilde g_i` are
+    the ``grads`` of micro-batch :math:`i`, :math:`w_i` is its ``weight`` and
+    :math:`s_i` its ``gradient_scale``. Where weights are not given, it is the plain
+    mean of equal micro-batches: do not divide their losses by their number again.
+
+    A window ends after ``every_k`` calls. If it holds a gradient that is not finite, a
+    ``skip_update`` or a bad scale or weight, parameters and the state of ``tx`` stay as
+    they are, bit for bit, and the skip is counted: in ``skipped_windows`` and in
+    ``skipped`` and ``consecutive`` of every ``fused_adamw`` in ``tx``. If all weights
+    are zero, nothing happens and nothing is counted. Schedules and counts in ``tx``
+    move once per applied window.
+
+    Use it as any transformation, :func:`step` included, which passes parameters
+    through untouched where a micro-batch only adds. In the plain protocol its updates
+    are -0.0 then, so that adding them keeps every bit (but for subnormals, which XLA's
+    addition flushes on a CPU); with ``fused_adamw(..., in_place=True)`` in ``tx`` they
+    keep the parameters as they are. Call it under ``jax.jit``: outside of it,
+    ``lax.cond`` compiles anew in every call. What lies outside sees micro-batches:
+    ``optax.chain(clip, accumulate(...))`` clips each of them,
+    ``accumulate(optax.chain(clip, ...), k)`` their mean.
+
+    ``update`` and ``step`` take these arguments, all of them data on the device:
+
+    * ``weight``: a scalar, finite and not negative, 1 by default; with unequal
+      micro-batches the number of samples whose mean the loss is. A micro-batch of
+      weight 0 adds nothing, whatever its gradients.
+    * ``skip_update``: a bool or integer scalar; non-zero skips the whole window.
+    * ``gradient_scale``: the loss scale of this micro-batch. Gradients are divided by
+      it before they are added, so it may change within a window.
+    * ``report``: a ``GradReport`` of this micro-batch: non-finite ones skip the window.
+      It is not passed on, since it does not describe the mean.
+    * others are passed to ``tx``: those of the window's last micro-batch.
+
+    Inside ``jax.shard_map`` a NaN on one device skips the window on all; the three
+    scalars must be the same on every device.
+
+    Args:
+      tx: the transformation that takes the steps; ours, or any of optax.
+      every_k: micro-batches in a window, a Python integer, at least 1. It is static:
+        schedules and arrays are not taken.
+
+    Returns:
+      An :class:`optax.GradientTransformationExtraArgs` with an
+      :class:`AccumulateState`. Accumulators take 4 bytes a parameter; a pending window
+      is in the state, is saved with it and goes on where it was. Gradients may be of
+      other dtypes than the parameters; ``tx`` always sees float32, and its state keeps
+      the dtypes that it had.
+
+    Raises:
+      TypeError: ``every_k`` is not a Python integer; at ``update``: an argument of
+        another kind.
+      ValueError: ``every_k`` below 1; at ``update``: another tree or shape.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_fused_adamw as jfa
+      >>> tx = jfa.accumulate(jfa.fused_adamw(0.1), every_k=2)
+      >>> params = {"w": jnp.array([1.0, 2.0])}
+      >>> state = tx.init(params)
+      >>> @jax.jit  # in a training loop: jax.jit(..., donate_argnums=(0, 1))
+      ... def train_step(params, state, x):
+      ...   grads = jax.grad(lambda p: (p["w"] * x).sum())(params)
+      ...   return jfa.step(tx, grads, state, params, weight=x.size)
+      >>> for x in jnp.array([[3.0, -1.0], [-1.0, -1.0]]):
+      ...   params, state = train_step(params, state, x)
+      ...   print(params["w"].round(4), state.inner_opt_state.count)
+      [1. 2.] 0
+      [0.9 2.1] 1
+
+    .. seealso:: :class:`optax.MultiSteps`, :func:`jax_fused_adamw.step`
+    """
+    if isinstance(every_k, bool) or not isinstance(every_k, numbers.Integral):
+        raise TypeError(
+            f"accumulate: every_k must be a Python integer, got {every_k!r} of type "
+            f"{type(every_k).__name__}; schedules and arrays are not taken"
+        )
+    if not 1 <= every_k < 2**31:
+        raise ValueError(f"accumulate: expected 1 <= every_k < 2**31, got {every_k}")
+    if not isinstance(tx, FusedAdamW):
+        tx = optax.with_extra_args_support(tx)
+    return optax.GradientTransformationExtraArgs(
+        functools.partial(_init, tx), functools.partial(_update, tx, int(every_k))
+    )
+
+
+def _init(tx: Any, params: optax.Params) -> AccumulateState:
+    inner_opt_state = tx.init(params)
+
+    def zeros(param: jax.Array) -> jax.Array:
+        dtype = jnp.promote_types(param.dtype, jnp.float32)
+        return jnp.zeros_like(param, dtype)
+
+    return AccumulateState(
+        mini_step=jnp.zeros((), jnp.int32),
+        total_weight=jnp.zeros((), jnp.float32),
+        skip=jnp.zeros((), jnp.bool_),
+        acc_grads=jax.tree.map(zeros, params),
+        inner_opt_state=inner_opt_state,
+        skipped_windows=jnp.zeros((), jnp.int32),
+    )
+
+
+def _update(
+    tx: Any,
+    every_k: int,
+    updates: optax.Updates,
+    state: AccumulateState,
+    params: optax.Params | None = None,
+    *,
+    weight: Any = 1,
+    skip_update: Any = False,
+    gradient_scale: Any = 1.0,
+    report: Any = None,
+    **extra_args: Any,
+) -> tuple[optax.Updates, AccumulateState]:
+    if not isinstance(state, AccumulateState):
+        raise TypeError(
+            f"accumulate: state must be an AccumulateState, got {type(state).__name__};"
+            " pass what init or the previous step returned, in the order "
+            "update(grads, state, params)"
+        )
+    _checks.check_same_tree(
+        "grads", updates, state.acc_grads, "gradients of the parameters given to init"
+    )
+    _checks.check_shapes("grads", updates, state.acc_grads)
+    skip = skip_update_operand(skip_update)
+    if report is not None:
+        skip = skip | _has_nonfinite(report)
+    pending = _add(updates, state, weight, gradient_scale, skip)
+    # Not ==: a window may have been saved with a larger every_k.
+    is_last = pending.mini_step >= every_k
+    has_weight = pending.total_weight > 0
+    may_apply = is_last & has_weight & ~pending.skip
+    out, inner_opt_state, applied = _apply_if(
+        may_apply, tx, pending, params, extra_args
+    )
+    skips = is_last & (has_weight | pending.skip) & ~applied
+    return out, pending._replace(
+        mini_step=jnp.where(is_last, 0, pending.mini_step),
+        inner_opt_state=_count_skip(skips, inner_opt_state),
+        skipped_windows=_increment_if(skips, state.skipped_windows),
+    )
+
+
+def _has_nonfinite(report: Any) -> jax.Array:
+    if not isinstance(report, GradReport):
+        raise TypeError(
+            f"accumulate: report must be a GradReport, got {type(report).__name__}"
+        )
+    if jnp.shape(report.nonfinite) != ():
+        raise ValueError(
+            "accumulate: expected the report of the whole tree, of scalars, got "
+            f"nonfinite of shape {jnp.shape(report.nonfinite)}"
+        )
+    return report.nonfinite != 0
+
+
+def _add(
+    grads: Any, state: AccumulateState, weight: Any, gradient_scale: Any, skip: Any
+) -> AccumulateState:
+    """The state with one more micro-batch in its window."""
+    check_weight(weight)
+    check_gradient_scale(gradient_scale)
+    weight = jnp.asarray(weight, jnp.float32)
+    scale = jnp.asarray(gradient_scale, jnp.float32)
+    is_first = state.mini_step == 0
+    total_weight = jnp.where(is_first, weight, state.total_weight + weight)
+    is_valid = (weight >= 0) & jnp.isfinite(total_weight)
+    is_valid &= (scale > 0) & jnp.isfinite(scale)
+    skip = skip | ~is_valid
+
+    def add(acc: jax.Array, grad: jax.Array) -> jax.Array:
+        grad = grad.astype(acc.dtype) / scale.astype(acc.dtype)
+        term = jnp.where(weight == 0, 0.0, weight.astype(acc.dtype) * grad)
+        # A choice, not a product with 0: nothing of the last window may survive.
+        return jnp.where(is_first, term, acc + term)
+
+    return state._replace(
+        mini_step=state.mini_step + 1,
+        total_weight=total_weight,
+        skip=jnp.where(is_first, skip, state.skip | skip),
+        acc_grads=jax.tree.map(add, state.acc_grads, grads),
+    )
+
+
+def _apply_if(
+    may_apply: jax.Array,
+    tx: Any,
+    pending: AccumulateState,
+    params: Any,
+    extra_args: Any,
+) -> tuple[Any, Any, jax.Array]:
+    """Updates, the state of ``tx``, and whether ``tx`` has taken a step.
+
+    It does where it may and the mean is finite.
+    """
+
+    def take(step, params, inner_opt_state):
+        grads, extra = pending.acc_grads, dict(extra_args)
+        if isinstance(tx, FusedAdamW):
+            extra["gradient_scale"] = pending.total_weight  # the kernel divides
+        else:
+            grads = _mean(pending)
+        out, new_state = step(grads, inner_opt_state, params, **extra)
+        return out, jax.tree.map(_cast_like, new_state, inner_opt_state)
+
+    def choose(apply, keep):
+        def at_the_end(*operands):
+            finite = _all_finite(_mean(pending))
+            return *lax.cond(finite, apply, keep, *operands), finite
+
+        def before(*operands):
+            return *keep(*operands), jnp.array(False)
+
+        operands = (params, pending.inner_opt_state)
+        return lax.cond(may_apply, at_the_end, before, *operands)
+
+    if not _in_place.wants_in_place(False):
+        apply = functools.partial(take, tx.update)
+        updates, _ = jax.eval_shape(apply, params, pending.inner_opt_state)
+        if not any(map(_is_in_place, jax.tree.leaves(updates, is_leaf=_is_in_place))):
+            no_update = functools.partial(jax.tree.map, _minus_zero, updates)
+            return choose(
+                apply, lambda _, inner_opt_state: (no_update(), inner_opt_state)
+            )
+    # Only arrays leave a branch: here the parameters, to be marked again outside.
+    apply = functools.partial(take, functools.partial(_in_place.step, tx))
+    new_params, *rest = choose(apply, lambda *operands: operands)
+    return jax.tree.map(_in_place.InPlaceUpdate, params, new_params), *rest
+
+
+def _mean(pending: AccumulateState) -> Any:
+    return jax.tree.map(
+        lambda total: total / pending.total_weight.astype(total.dtype),
+        pending.acc_grads,
+    )
+
+
+def _all_finite(tree: Any) -> jax.Array:
+    finite = jnp.array(True)
+    for leaf in jax.tree.leaves(tree):
+        finite &= jnp.isfinite(leaf).all()
+    axes = _checks.ordered_axes(finite)  # of a shard_map with sharded leaves
+    return lax.pmin(finite.astype(jnp.int32), axes) > 0 if axes else finite
+
+
+def _minus_zero(update: jax.ShapeDtypeStruct) -> jax.Array:
+    """What adds to any number without changing its bits."""
+    return jnp.full_like(update, -0.0)
+
+
+def _is_in_place(node: Any) -> bool:
+    return isinstance(node, _in_place.InPlaceUpdate)
+
+
+def _cast_like(new: Any, old: Any) -> jax.Array:
+    """Of the dtype that the state had: a float32 gradient would promote it."""
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
+
+
+def _count_skip(skips: jax.Array, inner_opt_state: Any) -> Any:
+    """The state of ``tx`` with the skip counted wherever it is counted at all."""
+
+    def is_ours(node: Any) -> bool:
+        return isinstance(node, FusedAdamWState)
+
+    def count(node: Any) -> Any:
+        if not is_ours(node):
+            return node
+        return node._replace(
+            skipped=_increment_if(skips, node.skipped),
+            consecutive=_increment_if(skips, node.consecutive),
+        )
+
+    return jax.tree.map(count, inner_opt_state, is_leaf=is_ours)
+
+
+def _increment_if(condition: jax.Array, count: jax.Array) -> jax.Array:
+    return jnp.where(condition, optax.safe_increment(count), count)

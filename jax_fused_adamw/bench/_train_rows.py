@@ -1,0 +1,130 @@
+"""The optimizers of whole train steps, and a compiled step with one of them."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import jax_fused_adamw as jfa
+from jax_fused_adamw.bench._rows import peak_bytes_of, require_kernel
+from jax_fused_adamw.bench._workloads import Workload
+
+LEARNING_RATE = 3e-4
+WEIGHT_DECAY = 0.01
+MAX_NORM = 1.0
+MAX_ERRORS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """A row.
+
+    Attributes:
+      name: as printed.
+      make: makes the transformation.
+      peer: name of the row of optax that follows the same rule, perhaps itself.
+      ours: whether ``jfa.step`` takes the step, instead of optax's protocol.
+    """
+
+    name: str
+    make: Callable[[], optax.GradientTransformation]
+    peer: str
+    ours: bool = False
+
+    def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        if self.ours:
+            return jfa.step(self.make(), grads, state, params)
+        updates, state = self.make().update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+
+def _adamw() -> optax.GradientTransformation:
+    return optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+
+
+def _fused(**options: Any) -> jfa.FusedAdamW:
+    return jfa.fused_adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY, **options)
+
+
+def _clipped(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(MAX_NORM), tx)
+
+
+def _if_finite(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    return optax.apply_if_finite(tx, MAX_ERRORS)
+
+
+_ADAMW, _CLIP = "optax.adamw", "clip, optax.adamw"
+OPTIMIZERS = (
+    Optimizer(_ADAMW, lambda: _adamw(), _ADAMW),
+    Optimizer(_CLIP, lambda: _clipped(_adamw()), _CLIP),
+    Optimizer(f"if finite, {_CLIP}", lambda: _if_finite(_clipped(_adamw())), _CLIP),
+    Optimizer("fused_adamw", lambda: _fused(), _ADAMW, ours=True),
+    Optimizer(
+        "if finite, clip, fused_adamw",
+        lambda: _fused(max_grad_norm=MAX_NORM),
+        _CLIP,
+        ours=True,
+    ),
+)
+
+
+class TrainStepper:
+    """A compiled step of a workload; see ``Stepper``. Its numbers are the losses.
+
+    Args:
+      workload: what is trained.
+      optimizer: with what; None takes the gradients alone.
+      compiler_options: for XLA.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        optimizer: Optimizer | None,
+        compiler_options: dict[str, str] | None = None,
+    ):
+        if optimizer is not None and optimizer.ours:
+            require_kernel()
+        self._workload, self._optimizer = workload, optimizer
+        step, donated = workload.gradients, ()
+        if optimizer is not None:
+            step, donated = workload.train_step(optimizer.update), (0, 1)
+        # Shapes are enough, so that a step which does not fit can be compiled too.
+        start = jax.eval_shape(self._make_start)
+        batch = jax.eval_shape(workload.make_batch)
+        started = time.perf_counter()
+        lowered = jax.jit(step, donate_argnums=donated).lower(*start, batch)
+        self._step = lowered.compile(compiler_options=compiler_options)
+        self.compile_s = time.perf_counter() - started
+        self.peak_bytes = peak_bytes_of(self._step)
+        self.release()
+
+    def _make_start(self) -> tuple[Any, ...]:
+        params = self._workload.init()
+        if self._optimizer is None:
+            return (params,)
+        return params, self._optimizer.make().init(params)
+
+    def start(self) -> None:
+        self._losses = []
+        self._carry = jax.block_until_ready(self._make_start())
+        self._batch = self._workload.batch
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            *results, losses = self._step(*self._carry, self._batch)
+            if self._optimizer is not None:
+                self._carry = results
+            self._losses.append(losses)
+        jax.block_until_ready((results, self._losses))
+
+    def numbers(self) -> np.ndarray:
+        return np.concatenate([np.ravel(loss) for loss in self._losses])
+
+    def release(self) -> None:
+        self._carry = self._losses = self._batch = None

@@ -1,0 +1,104 @@
+"""Statistics, clip and skip on a mesh: global, one all-reduce for each set of axes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_same_bits, copies, count_ops
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_sharding import SPECS, VALUES, mesh, place  # noqa: F401, mesh is a fixture
+
+import jax_fused_adamw as jfa
+
+pytestmark = pytest.mark.devices(8)
+
+NORM = np.sqrt(sum(np.sum(v.astype(np.float64) ** 2) for v in VALUES.values()))
+
+
+@pytest.mark.parametrize("per_leaf", [False, True])
+def test_norm_is_global_and_whole_leaves_count_once(mesh, per_leaf):  # noqa: F811
+    stats = jax.jit(lambda grads: jfa.grad_stats(grads, per_leaf=per_leaf))
+    grads = place(mesh, VALUES)
+    compiled = stats.lower(grads).compile()
+    assert count_ops(compiled, "all-gather") == 0
+    assert count_ops(compiled, "all-reduce") == 2  # of x and y, and of y alone
+    report = stats(grads)
+    if per_leaf:
+        report, of_leaves = report
+        expected = [
+            np.linalg.norm(VALUES[k].astype(np.float64)) for k in sorted(VALUES)
+        ]
+        np.testing.assert_allclose(of_leaves.norm, expected, rtol=2e-7)
+    np.testing.assert_allclose(report.norm, NORM, rtol=2e-7)
+    assert report.max_abs == max(np.abs(v).max() for v in VALUES.values())
+    assert report.nonfinite == 0
+
+
+def test_b42_norm_of_a_leaf_over_all_devices(mesh):  # noqa: F811
+    ones = jax.device_put(jnp.ones(64), NamedSharding(mesh, P(("x", "y"))))
+    assert jax.jit(jfa.grad_stats)(ones).norm == 8.0
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_nonfinite_value_on_one_shard_skips_everywhere(mesh, name):  # noqa: F811
+    tx = jfa.fused_adamw(1e-2, max_grad_norm=1.0)
+    bad = {**VALUES, name: VALUES[name].copy()}
+    bad[name].flat[-1] = np.nan
+    params, grads = place(mesh, VALUES), place(mesh, bad)
+    new_params, state = jax.jit(tx.step)(grads, tx.init(params), params)
+    assert_same_bits(jax.device_get(new_params), VALUES)
+    assert (state.count, state.skipped, state.report.nonfinite) == (0, 1, 1)
+
+
+def test_clipped_step_equals_one_device_given_the_same_report(mesh):  # noqa: F811
+    tx = jfa.fused_adamw(1e-2, max_grad_norm=1.0, weight_decay=0.1)
+    report = jfa.grad_stats(VALUES)
+    expected = tx.step(VALUES, tx.init(VALUES), VALUES, report=report)
+    params, grads = place(mesh, VALUES), place(mesh, VALUES)
+    step = jax.jit(lambda p, s, g, r: tx.step(g, s, p, report=r))
+    sharded = step(params, tx.init(params), grads, report)
+    assert_same_bits(jax.device_get(sharded), jax.device_get(expected))
+
+
+def test_donated_clipped_step_gathers_and_copies_nothing(mesh):  # noqa: F811
+    tx = jfa.fused_adamw(1e-2, max_grad_norm=1.0)
+    params, grads = place(mesh, VALUES), place(mesh, VALUES)
+    step = jax.jit(lambda p, s, g: tx.step(g, s, p), donate_argnums=(0, 1))
+    compiled = step.lower(params, tx.init(params), grads).compile()
+    assert count_ops(compiled, "all-gather") == 0
+    assert count_ops(compiled, "all-reduce") == 2
+    assert copies(compiled) == 0
+
+
+def test_members_stay_where_they_are(mesh):  # noqa: F811
+    values = np.random.default_rng(0).normal(size=(8, 100)).astype(np.float32)
+    grads = jax.device_put(values, NamedSharding(mesh, P("x")))
+    stats = jax.jit(jax.vmap(jfa.grad_stats))
+    assert count_ops(stats.lower(grads).compile(), "all-gather") == 0
+    report = stats(grads)
+    assert report.norm.sharding.spec[0] == "x"
+    expected = [jfa.grad_stats(row).norm for row in values]
+    np.testing.assert_array_equal(report.norm, expected)
+
+
+@pytest.mark.parametrize("manual", [("x", "y"), ("x",)])
+def test_inside_shard_map(manual):
+    """A leaf that varies is one array along those axes; others count once."""
+    mesh = jax.make_mesh(  # noqa: F811
+        (4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
+    specs = {
+        name: P(*(entry if entry in manual else None for entry in spec))
+        for name, spec in {**SPECS, "flat": P("x")}.items()
+    }
+    inside = jax.shard_map(
+        jfa.grad_stats,
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=P(),
+        axis_names=set(manual),
+    )
+    report = jax.jit(inside)({k: jnp.asarray(v) for k, v in VALUES.items()})
+    np.testing.assert_allclose(report.norm, NORM, rtol=3e-7)
+    assert report.nonfinite == 0
