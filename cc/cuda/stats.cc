@@ -128,8 +128,9 @@ std::string AnalyzeAndMerge(CuStream stream, const AnalyzeOperands& analyze,
                             const MergeOperands& merge) {
   const long long num_rows = analyze.RowsPerMember();
   LastBlock last_block;
-  if (analyze.members == 1 && merge.segments.size() == 1 && 0 < num_rows &&
-      num_rows <= kMergeFanIn && analyze.leaves.size() <= kLargeLeaves) {
+  const bool one_report = merge.segments.size() == 1 && merge.segments[0].num_rows == num_rows;
+  if (analyze.members == 1 && one_report && 0 < num_rows && num_rows <= kMergeFanIn &&
+      analyze.leaves.size() <= kLargeLeaves) {
     last_block = {BuffersOf(merge), ArrivalCounterOf(merge.merged)};
   }
   const std::string error = LaunchAnalysis(stream, analyze, last_block);

@@ -19,7 +19,8 @@ std::string PrepareStats();
 std::string AnalyzeGradient(CuStream stream, const AnalyzeOperands& operands);
 std::string MergeGradientStats(CuStream stream, const MergeOperands& operands);
 
-// Both, `merge` reading the rows that `analyze` writes: a single launch for one report of few rows.
+// Both, `merge` reading the rows that `analyze` writes: a single launch where these are few and
+// become one report.
 std::string AnalyzeAndMerge(CuStream stream, const AnalyzeOperands& analyze,
                             const MergeOperands& merge);
 
