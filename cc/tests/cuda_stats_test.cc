@@ -20,16 +20,40 @@ namespace {
 
 using namespace jfa::tests;  // NOLINT: the harness's own vocabulary
 
-void CheckRows(const StatsCase& c) {
+// Of some rows of an analysis.
+template <typename Buffer>
+MergeOperands MergeOf(const AnalyzeOperands& analyze, const MergeArrays<Buffer>& arrays,
+                      MergeSegment segment) {
+  MergeOperands merge = arrays.Operands();
+  merge.rows = analyze.rows;
+  merge.rows_per_member = analyze.RowsPerMember();
+  merge.segments = {segment};
+  return merge;
+}
+
+// Rows and the report of some. Twice in a row: the second call finds what the first one left.
+void CheckRows(const StatsCase& c, MergeSegment segment) {
+  const MergeCase merge{{static_cast<std::size_t>(segment.num_rows)}, c.members, Magnitude::kZero};
   const StatsArrays<GuardedBuffer> host(c);
+  const MergeArrays<GuardedBuffer> host_merge(merge);
+  const StatsArrays<DeviceBuffer> device(c);
+  const MergeArrays<DeviceBuffer> device_merge(merge);
   InlinePool pool;
   cpu::AnalyzeGradient(pool, 1, *cpu::SelectInstructionSet(), host.Operands());
-  const StatsArrays<DeviceBuffer> device(c);
-  const std::string error = AnalyzeGradient(nullptr, device.Operands());
-  Check(error.empty(), error);
+  cpu::MergeGradientStats(MergeOf(host.Operands(), host_merge, segment));
+  const AnalyzeOperands analyze = device.Operands();
+  for (int i = 0; i < 2; ++i) {
+    const std::string error =
+        AnalyzeAndMerge(nullptr, analyze, MergeOf(analyze, device_merge, segment));
+    Check(error.empty(), error);
+  }
   Require(Device().CtxSynchronize(), "cuCtxSynchronize");
   Check(device.ReadRows("cuda") == host.ReadRows("cpu"), "rows, " + c.Name("cuda"));
+  Check(device_merge.ReadResults("cuda") == host_merge.ReadResults("cpu"),
+        "report, " + c.Name("cuda"));
 }
+
+void CheckRows(const StatsCase& c) { CheckRows(c, {0, c.RowsPerMember()}); }
 
 void CheckMerge(const MergeCase& c) {
   const MergeArrays<GuardedBuffer> host(c);
@@ -53,6 +77,25 @@ void TestManyLeaves() {
       CheckRows(c);
     }
   }
+}
+
+// As many rows as one merge takes, and one more.
+void TestMergeLimit() {
+  for (const std::size_t count : {kMergeFanIn, kMergeFanIn + 1}) {
+    StatsCase c{{}, 0, DType::kFloat32, 1, 1, {1.0f}, Magnitude::kAny};
+    c.sizes.assign(count, 3);
+    CheckRows(c);
+    c.sizes = {count * kStatsTileElements};
+    CheckRows(c);
+  }
+}
+
+void TestPartOfTheRows() {
+  const StatsCase c{{9, 4097, 100, 7}, 0, DType::kFloat32, 1, 1, {1.0f}, Magnitude::kOrdinary};
+  CheckRows(c, {0, 2});
+  CheckRows(c, {1, 3});
+  CheckRows(c, {4, 1});
+  CheckRows(c, {5, 0});
 }
 
 // Trees without a row, of no leaf and of more empty ones than a small table holds.
@@ -87,10 +130,12 @@ int main() {
   Device();
   const std::string error = PrepareStats();
   Check(error.empty(), error);
+  TestManyLeaves();
+  TestMergeLimit();
+  TestPartOfTheRows();
+  TestEmptyTrees();
   for (const jfa::tests::StatsCase& c : jfa::tests::ShapeCases()) CheckRows(c);
   for (const jfa::tests::StatsCase& c : jfa::tests::NonfiniteCases()) CheckRows(c);
-  TestManyLeaves();
-  TestEmptyTrees();
   for (const jfa::tests::MergeCase& c : jfa::tests::MergeCases()) CheckMerge(c);
   TestManySegments();
   std::printf("%d failures\n", jfa::tests::failures);
