@@ -108,11 +108,13 @@ void TestMerges() {
     MergeGradientStats(arrays.Operands());
     const std::vector<StatsRow> rows = c.Rows();
     std::vector<StatsRow> merged;
+    std::vector<StatsRow> scratch;
     std::vector<StatsReport> reports;
     for (std::size_t member = 0; member < static_cast<std::size_t>(c.members); ++member) {
       for (const MergeSegment& segment : c.Segments()) {
         const StatsRow* first = rows.data() + member * c.RowsPerMember() + segment.first_row;
-        const TwinSums sums = TwinMerge(first, static_cast<std::size_t>(segment.num_rows));
+        const auto num_rows = static_cast<std::size_t>(segment.num_rows);
+        const TwinSums sums = TwinMerge(first, num_rows, &scratch);
         merged.push_back(TwinRow(sums));
         reports.push_back(TwinReport(sums));
       }
@@ -124,6 +126,7 @@ void TestMerges() {
     Check(results[2] == FieldBytes<float>(reports, &StatsReport::scaled_norm), "scaled, " + name);
     Check(results[3] == FieldBytes<float>(reports, &StatsReport::max_abs), "max_abs, " + name);
     Check(results[4] == FieldBytes<int>(reports, &StatsReport::nonfinite), "nonfinite, " + name);
+    Check(results[5] == BytesOf(scratch.data(), scratch.size()), "scratch rows, " + name);
   }
 }
 

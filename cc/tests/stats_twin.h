@@ -99,7 +99,9 @@ inline void AppendTwinRows(const std::vector<float>& elements, std::size_t chunk
   }
 }
 
-inline TwinSums TwinMerge(const StatsRow* rows, std::size_t num_rows) {
+// Appends the rows of each level to `scratch`.
+inline TwinSums TwinMerge(const StatsRow* rows, std::size_t num_rows,
+                          std::vector<StatsRow>* scratch) {
   std::vector<TwinSums> lanes(32);
   if (num_rows <= 1024) {
     for (std::size_t i = 0; i < num_rows; ++i) lanes[i % 32].Add(TwinSumsOf(rows[i]));
@@ -108,9 +110,10 @@ inline TwinSums TwinMerge(const StatsRow* rows, std::size_t num_rows) {
   std::vector<StatsRow> merged;
   for (std::size_t begin = 0; begin < num_rows; begin += 1024) {
     const std::size_t n = std::min<std::size_t>(num_rows - begin, 1024);
-    merged.push_back(TwinRow(TwinMerge(rows + begin, n)));
+    merged.push_back(TwinRow(TwinMerge(rows + begin, n, scratch)));
   }
-  return TwinMerge(merged.data(), merged.size());
+  scratch->insert(scratch->end(), merged.begin(), merged.end());
+  return TwinMerge(merged.data(), merged.size(), scratch);
 }
 
 inline StatsReport TwinReport(const TwinSums& sums) {

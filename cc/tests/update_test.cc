@@ -114,6 +114,9 @@ void TestClippedValues(const InstructionSet& isa) {
       {-3.0f, 3.0f, 1.0f, 1.0f / 3.0f},
       {-3.0f, 4.0f, 0.0f, 0.0f},
       {nan, 1.0f, 2.0f, nan},
+      {-3.0f, 41.0f, 41.0f, 1.0f},       // 1 / 41 * 41 would be less
+      {-3.0f, 7.0f, 3.0f, 0.42857146f},  // 3 / 7 would be 0.42857143
+
   };
   Case c = CommonCase(1);
   c.clip = Clip::kNorm;
