@@ -15,8 +15,8 @@ from jax_fused_adamw._hyperparams import (
     check_weight,
     skip_update_operand,
 )
-from jax_fused_adamw._stats import GradReport
-from jax_fused_adamw._transform import FusedAdamW, FusedAdamWState
+from jax_fused_adamw._stats import GradReport, grad_stats
+from jax_fused_adamw._transform import FusedAdamW, FusedAdamWState, options_of
 
 
 class AccumulateState(NamedTuple):
@@ -245,10 +245,13 @@ def _apply_if(
     It does where it may and the mean is finite.
     """
 
-    def take(step, params, inner_opt_state):
+    is_ours = isinstance(tx, FusedAdamW)
+
+    def take(step, report, params, inner_opt_state):
         grads, extra = pending.acc_grads, dict(extra_args)
-        if isinstance(tx, FusedAdamW):
-            extra["gradient_scale"] = pending.total_weight  # the kernel divides
+        if is_ours:
+            # The kernel divides.
+            extra |= {"gradient_scale": pending.total_weight, "report": report}
         else:
             grads = _mean(pending)
         out, new_state = step(grads, inner_opt_state, params, **extra)
@@ -256,8 +259,13 @@ def _apply_if(
 
     def choose(apply, keep):
         def at_the_end(*operands):
-            finite = _all_finite(_mean(pending))
-            return *lax.cond(finite, apply, keep, *operands), finite
+            if is_ours:
+                report = _report_of_mean(tx, pending)
+                finite = report.nonfinite == 0
+            else:
+                report, finite = None, _all_finite(_mean(pending))
+            step = functools.partial(apply, report)
+            return *lax.cond(finite, step, keep, *operands), finite
 
         def before(*operands):
             return *keep(*operands), jnp.array(False)
@@ -267,7 +275,9 @@ def _apply_if(
 
     if not _in_place.wants_in_place(False):
         apply = functools.partial(take, tx.update)
-        updates, _ = jax.eval_shape(apply, params, pending.inner_opt_state)
+        updates, _ = jax.eval_shape(
+            functools.partial(apply, None), params, pending.inner_opt_state
+        )
         if not any(map(_is_in_place, jax.tree.leaves(updates, is_leaf=_is_in_place))):
             no_update = functools.partial(jax.tree.map, _minus_zero, updates)
             return choose(
@@ -277,6 +287,14 @@ def _apply_if(
     apply = functools.partial(take, functools.partial(_in_place.step, tx))
     new_params, *rest = choose(apply, lambda *operands: operands)
     return jax.tree.map(_in_place.InPlaceUpdate, params, new_params), *rest
+
+
+def _report_of_mean(tx: FusedAdamW, pending: AccumulateState) -> GradReport:
+    return grad_stats(
+        pending.acc_grads,
+        pending.total_weight,
+        implementation=options_of(tx).implementation,
+    )
 
 
 def _mean(pending: AccumulateState) -> Any:

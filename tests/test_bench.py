@@ -15,7 +15,10 @@ from jax_fused_adamw.bench.__main__ import main
 from jax_fused_adamw.bench._experiment import ROWS
 
 QUICK = ["--iterations", "2", "--samples", "2"]
-TORCH_ROWS = {"torch-fused", "torch-foreach", "torch-cuda-graph"}
+TORCH_GRAPHS = {"torch-cuda-graph", "torch-cuda-graph+clip"}
+TORCH_ROWS = {"torch-fused", "torch-foreach", "torch-fused+clip", *TORCH_GRAPHS}
+# Of 20,000 parameters the gradients are long enough to be clipped.
+CLIPPED = [*QUICK, "--elements", "20000"]
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 pytestmark = pytest.mark.usefixtures("small_copies")
 
@@ -40,8 +43,11 @@ def test_every_row_is_measured_or_says_why_not(run_bench, capsys, options):
         assert 0 < row.wall_ms.min <= row.wall_ms.median <= row.wall_ms.max
         assert row.device_us is None and row.launches is None
         assert (row.percent_of_limit is None) == (row.name == "skipped")
-    graph = results.models[0].rows[-1]
-    assert graph.name == "torch-cuda-graph" and graph.status == "blocked"
+        assert row.peer == (
+            "optax.adamw+clip" if "+clip" in row.name else "optax.adamw"
+        )
+    for name in TORCH_GRAPHS:
+        assert statuses(results)["tiny", name] == "blocked"
     captured = capsys.readouterr()
     assert "tiny: 23 parameters in 3 leaves" in captured.out
     assert "one: 64 parameters in 1 leaf\n" in captured.out
@@ -55,13 +61,28 @@ def test_every_row_is_measured_or_says_why_not(run_bench, capsys, options):
 def test_torch_computes_the_same_step(run_bench, options):
     _, results = run_bench("--rows", *sorted(TORCH_ROWS), *options)
     for _, row in results.rows():
-        expected = "blocked" if row.name == "torch-cuda-graph" else "measured"
+        expected = "blocked" if row.name in TORCH_GRAPHS else "measured"
         assert row.status == expected, row
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--amsgrad"], ["--dtype", "bfloat16"]], ids=" ".join
+)
+def test_every_row_clips_to_the_same_gradients(tmp_path, options):
+    out = tmp_path / "results.json"
+    rows = [name for name in ROWS if "+clip" in name]
+    options = [*options, "--rows", *rows, "--json", str(out)]
+    assert main([*CLIPPED, *options]) == 0
+    results = _results.read(out)
+    assert results.setting["max_grad_norm"] == 0.5
+    for _, row in results.rows():
+        assert row.status == "measured" or row.name in TORCH_ROWS, row
 
 
 @pytest.mark.platform("cpu")
 @pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
-def test_graph_starts_over_after_its_warm_up_and_capture(run_bench, monkeypatch):
+@pytest.mark.parametrize("row", sorted(TORCH_GRAPHS))
+def test_graph_starts_over_after_its_warm_up_and_capture(run_bench, monkeypatch, row):
     import torch
 
     steps = []
@@ -91,9 +112,14 @@ def test_graph_starts_over_after_its_warm_up_and_capture(run_bench, monkeypatch)
         optim=SimpleNamespace(AdamW=Optimizer),
         from_dlpack=torch.from_dlpack,
         tensor=torch.tensor,
+        stack=torch.stack,
+        clamp=torch.clamp,
+        linalg=torch.linalg,
+        _foreach_norm=torch._foreach_norm,
+        mul=torch.mul,
     )
     monkeypatch.setattr(_torch, "_import_torch", lambda problem, graph: fake)
-    _, results = run_bench("--rows", "torch-cuda-graph", "--amsgrad")
+    _, results = run_bench("--rows", row, "--amsgrad")
     assert set(statuses(results).values()) == {"measured"}
 
 
@@ -162,11 +188,13 @@ def test_missing_kernel_blocks_ours_and_not_the_others(run_bench, monkeypatch):
     module = _ffi.NativeModule("cpu", False, "it was not built")
     info = dataclasses.replace(_ffi._INFO, cpu=module, cuda=module)
     monkeypatch.setattr(_ffi, "_INFO", info)
-    status, results = run_bench("--rows", "step", "optax.adamw")
+    ours = {"step", "step+clip", "skipped+clip"}
+    status, results = run_bench("--rows", *sorted(ours), "optax.adamw")
     assert status == 0
-    assert statuses(results)["tiny", "step"] == "blocked"
+    for name in ours:
+        assert statuses(results)["tiny", name] == "blocked"
+        assert reasons(results)[name] == "no kernel: it was not built"
     assert statuses(results)["tiny", "optax.adamw"] == "measured"
-    assert reasons(results)["step"] == "no kernel: it was not built"
 
 
 def test_missing_torch_blocks_its_rows(run_bench, capsys, monkeypatch):
@@ -174,8 +202,9 @@ def test_missing_torch_blocks_its_rows(run_bench, capsys, monkeypatch):
     status, results = run_bench("--rows", *sorted(TORCH_ROWS))
     assert status == 0
     assert set(statuses(results).values()) == {"blocked"}
-    assert reasons(results)["torch-fused"] == "torch is not installed"
-    assert capsys.readouterr().out.count("BLOCKED") == 6
+    for name in ("torch-fused", "torch-fused+clip"):
+        assert reasons(results)[name] == "torch is not installed"
+    assert capsys.readouterr().out.count("BLOCKED") == 10
 
 
 def test_no_memory_blocks_the_row(run_bench, monkeypatch):

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 from bench_helpers import canned_profile, on_a_gpu, statuses
 
-from jax_fused_adamw.bench import _check, _experiment, _measure, _protocol, _rows
+from jax_fused_adamw.bench import (
+    _check,
+    _clip_rows,
+    _experiment,
+    _measure,
+    _protocol,
+    _rows,
+)
+from jax_fused_adamw.bench.__main__ import main
 from jax_fused_adamw.bench._experiment import ROWS
 from jax_fused_adamw.bench._problem import Numbers, Problem
 from jax_fused_adamw.bench._results import Spread
@@ -43,6 +51,24 @@ def test_wrong_step_shows_its_difference_and_no_speed(
     printed = capsys.readouterr().out
     assert printed.count("WRONG") == 4
     assert "step wrong: " in printed and "elements differ" in printed
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "step+clip",
+        "optax.adamw+clip",
+        pytest.param("torch-fused+clip", marks=pytest.mark.platform("cpu")),
+    ],
+)
+def test_wrong_norm_is_found(capsys, monkeypatch, row):
+    if row.startswith("torch"):
+        pytest.importorskip("torch")
+    run = ["--elements", "20000", "--iterations", "2", "--samples", "1"]
+    assert main([*run, "--rows", row]) == 0
+    monkeypatch.setattr(_clip_rows, "MAX_GRAD_NORM", 0.505)
+    assert main([*run, "--rows", row]) == 1
+    assert f"{row} wrong: mu of leaf 0" in capsys.readouterr().out
 
 
 def test_rows_take_turns_from_one_start_in_alternating_order(run_bench, monkeypatch):
@@ -84,10 +110,27 @@ def test_skipped_step_must_change_no_bit(run_bench, monkeypatch):
     monkeypatch.setitem(
         _experiment.ROWS, "step", dataclasses.replace(ROWS["step"], skips=True)
     )
-    status, results = run_bench("--rows", "step", "skipped")
+    status, results = run_bench("--rows", "step", "skipped", "skipped+clip")
     assert status == 1
     assert statuses(results)["tiny", "step"] == "wrong"
     assert statuses(results)["tiny", "skipped"] == "measured"
+    assert statuses(results)["tiny", "skipped+clip"] == "measured"
+
+
+def test_only_the_last_gradient_of_a_skipped_step_is_nan(run_bench, monkeypatch):
+    start = _clip_rows.NanStepper.start
+    flags = []
+
+    def recorded(self):
+        start(self)
+        flags.append([np.isnan(np.asarray(grad)).ravel() for grad in self._grads])
+
+    monkeypatch.setattr(_clip_rows.NanStepper, "start", recorded)
+    assert run_bench("--rows", "skipped+clip")[0] == 0
+    assert [int(leaf.sum()) for leaf in flags[0]] == [0, 0, 1]
+    # Without the NaN the step is taken, and the check sees it.
+    monkeypatch.setattr(_clip_rows.NanStepper, "start", _rows.JaxStepper.start)
+    assert run_bench("--rows", "skipped+clip")[0] == 1
 
 
 def test_amsgrad_rules_are_told_apart(run_bench, monkeypatch):
@@ -121,6 +164,27 @@ def test_reference_is_the_definition_in_float64():
             np.testing.assert_allclose(a, b, atol=absolute, rtol=relative)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reference_clips_by_the_norm_in_float64(dtype):
+    problem = Problem([(300, 70), (5,), ()], dtype, False)
+    exact = [np.asarray(grad, np.float64) for grad in problem.grads]
+    norm = np.sqrt(sum((grad**2).sum() for grad in exact))
+    assert _check.global_norm(problem.grads) == pytest.approx(norm, rel=1e-7)
+    got = _check.reference(problem, 1, optax_amsgrad=False, norm=norm)
+    for mu, before, grad in zip(got.mu, problem.start().mu, exact, strict=True):
+        expected = 0.9 * np.asarray(before, np.float64) + 0.1 * grad * 0.5 / norm
+        np.testing.assert_allclose(mu, expected, atol=1e-8, rtol=0)
+
+
+def test_allowed_error_of_a_norm_is_that_of_the_clipped_gradients():
+    plain, short, long = (_check.tolerances(5, norm, 1e-3) for norm in (0, 0.5, 50))
+    assert _check.tolerances(5, 50.0) == _check.tolerances(5)
+    assert plain == short
+    unclipped = _check.tolerances(5)["mu"][0]
+    assert short["mu"][0] - unclipped == pytest.approx(1e-5 * (1 - 0.9**5))
+    assert long["mu"][0] - unclipped == pytest.approx(1e-7 * (1 - 0.9**5))
+
+
 def test_start_is_the_same_each_time_and_tells_buffers_apart():
     problem = Problem([(40, 5), (40, 5)], "bfloat16", True)
     first, second = problem.start(), problem.start()
@@ -149,6 +213,13 @@ def test_start_is_the_same_each_time_and_tells_buffers_apart():
         ("update", "bfloat16", True, 46),
         ("skipped", "float32", False, 0),
         ("optax.adamw", "float32", False, 28),
+        ("step+clip", "float32", False, 32),
+        ("step+clip", "bfloat16", True, 36),
+        ("skipped+clip", "float32", True, 4),
+        ("skipped+clip", "bfloat16", False, 2),
+        ("optax.adamw+clip", "float32", False, 32),
+        ("optax.adamw+clip+if_finite", "float32", True, 40),
+        ("torch-fused+clip", "float32", False, 32),
         ("staged", "float32", False, 48),
         ("staged", "float32", True, 60),
         ("staged", "bfloat16", False, 44),

@@ -113,6 +113,25 @@ def test_check_decides_the_exit_status(run_bench, tmp_path, capsys, factor, expe
     assert ("LOST: tiny step: " in capsys.readouterr().out) == bool(expected)
 
 
+def test_each_row_is_held_against_its_own_peer():
+    (model,) = BASELINE.models
+    step, peer = model.rows
+
+    def with_clip(peer_ms):
+        clip = dataclasses.replace(step, name="step+clip", peer="optax.adamw+clip")
+        spread = Spread(peer_ms, peer_ms, peer_ms)
+        theirs = dataclasses.replace(peer, name="optax.adamw+clip", wall_ms=spread)
+        rows = [step, peer, clip, theirs]
+        return dataclasses.replace(
+            BASELINE, models=[dataclasses.replace(model, rows=rows)]
+        )
+
+    (loss,) = _report.find_losses(with_clip(0.2), with_clip(0.1))
+    assert loss == (
+        "mlp step+clip: speed as a multiple of optax.adamw+clip's fell from 4 to 2"
+    )
+
+
 def test_device_time_is_never_held_against_wall_time():
     step, peer = BASELINE.models[0].rows
     on_device = dataclasses.replace(step, device_us=Spread(5.0, 5.0, 5.0))

@@ -147,8 +147,8 @@ def _add_files(group) -> None:
         "--check",
         type=path,
         metavar="BASELINE",
-        help="exit with 1 where ours, as a ratio to optax.adamw or a percentage of the "
-        "limit, has lost more than 5 %% against this result file",
+        help="exit with 1 where ours, as a ratio to the same rule in optax or a "
+        "percentage of the limit, has lost more than 5 %% against this result file",
     )
 
 

@@ -2,13 +2,16 @@
 
 The reference is the package's plain-JAX twin, one leaf at a time. It shares no code
 with optax's, PyTorch's and the staged rows, which are held to the same numbers, so a
-fault of its own would show in those.
+fault of its own would show in those. It clips by itself, with a norm of its own.
 """
 
 import functools
+import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 import jax_fused_adamw as jfa
@@ -18,6 +21,7 @@ from jax_fused_adamw.bench._problem import (
     EPS,
     GRADIENT_SCALE,
     LEARNING_RATE,
+    MAX_GRAD_NORM,
     START_COUNT,
     WEIGHT_DECAY,
     Numbers,
@@ -25,21 +29,39 @@ from jax_fused_adamw.bench._problem import (
 )
 
 _ULP = 2.0**-23
+_PIECE = 256  # elements, of which float32 sums are still nearly exact
 
 
-def reference(problem: Problem, steps: int, optax_amsgrad: bool) -> Numbers:
+def global_norm(grads: Sequence[jax.Array]) -> float:
+    """Of all leaves, to float64 but for the sums within a piece."""
+    sums = jax.device_get([_sums_of_squares(grad) for grad in grads])
+    return math.sqrt(sum(x.sum(dtype=np.float64) for x in sums))
+
+
+@jax.jit
+def _sums_of_squares(grad):
+    flat = grad.ravel().astype(jnp.float32)
+    pieces = jnp.pad(flat, (0, -flat.size % _PIECE)).reshape(-1, _PIECE)
+    return jnp.square(pieces).sum(axis=1)
+
+
+def reference(
+    problem: Problem, steps: int, optax_amsgrad: bool, norm: float = 0.0
+) -> Numbers:
     """Parameters and moments after ``steps`` applied steps.
 
     Args:
       problem: where to start, with the gradients.
       steps: how many.
       optax_amsgrad: with AMSGrad, whether the rule is that of ``optax.amsgrad``.
+      norm: of all gradients, to clip them by; 0 leaves them as they are.
     """
+    norm = np.float32(norm) if norm > MAX_GRAD_NORM else None
     amsgrad = problem.amsgrad and ("optax" if optax_amsgrad else True)
     start = problem.start()
     nu_max = start.nu_max or [None] * len(start.params)
     done = [
-        _reference_leaf(amsgrad, leaf, grad, steps)
+        _reference_leaf(amsgrad, leaf, grad, norm, steps)
         for leaf, grad in zip(
             zip(start.params, start.mu, start.nu, nu_max), problem.grads, strict=True
         )
@@ -49,7 +71,9 @@ def reference(problem: Problem, steps: int, optax_amsgrad: bool) -> Numbers:
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _reference_leaf(amsgrad, leaf, grad, steps):
+def _reference_leaf(amsgrad, leaf, grad, norm, steps):
+    if norm is not None:
+        grad = grad.astype(jnp.float32) / norm * MAX_GRAD_NORM
     tx = jfa.fused_adamw(
         LEARNING_RATE,
         b1=B1,
@@ -71,23 +95,36 @@ def _reference_leaf(amsgrad, leaf, grad, steps):
     return param, state.mu, state.nu, state.nu_max
 
 
-def tolerances(steps: int) -> dict[str, tuple[float, float]]:
+def tolerances(
+    steps: int, norm: float = 0.0, norm_error: float = 0.0
+) -> dict[str, tuple[float, float]]:
     """``(absolute, relative)`` for each part of :class:`Numbers`.
 
-    Every bound is what float32 rounding can add up to. A learning rate, b1 or b2 that
-    is off by 1 % is well outside, and so is a step without decay.
+    Every bound is what float32 rounding can add up to. A learning rate, b1, b2 or
+    maximal norm that is off by 1 % is well outside, and so is a step without decay.
+
+    Args:
+      steps: how many.
+      norm: of :func:`reference`.
+      norm_error: how far the row's may be from it, relatively.
     """
     # Per step one rounding of the parameter, and an update of at most about twice the
     # learning rate, in which optax's float32 bias correction is up to 5e-5 off.
-    params = (steps * 5e-5 * 2 * LEARNING_RATE, steps * _ULP)
+    # The error of a norm is the gradient's, and reaches the square root too.
+    update_error = 5e-5 + 2 * norm_error
+    params = (steps * update_error * 2 * LEARNING_RATE, steps * _ULP)
     # Moments of opposite sign cancel, so mu errs by its terms' size: three roundings a
     # step of terms within the gradients' scale, forgotten at the rate 1 - b1.
-    mu = (3 * _ULP * GRADIENT_SCALE / (1 - B1), 0.0)
+    clipped = GRADIENT_SCALE * min(1.0, MAX_GRAD_NORM / norm if norm else 1.0)
+    clipping = (1 - B1**steps) * norm_error * clipped
+    mu = (3 * _ULP * GRADIENT_SCALE / (1 - B1) + clipping, 0.0)
     # Sums of squares do not cancel: three roundings a step, forgotten at 1 - b2. Where
     # b2 itself is a float32 (torch's fused CUDA kernel), 1 - b2 errs by b2's rounding.
     # The maximum may be the corrected one, which inherits the correction's error.
     remembered = min(steps, 1 / (1 - B2))
-    nu = (remembered * _ULP / 4 * GRADIENT_SCALE**2, remembered * 3 * _ULP)
+    rounding = remembered * _ULP / 4 * GRADIENT_SCALE**2
+    clipping = remembered * (1 - B2) * 2 * norm_error * clipped**2
+    nu = (rounding + clipping, remembered * 3 * _ULP)
     return {"params": params, "mu": mu, "nu": nu, "nu_max": (nu[0], nu[1] + 5e-5)}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jax_fused_adamw.bench import _check, _problem, _protocol
+from jax_fused_adamw.bench._clip_rows import CLIP_ROWS
 from jax_fused_adamw.bench._machine import describe_load, describe_machine
 from jax_fused_adamw.bench._measure import (
     Limit,
@@ -27,7 +28,7 @@ from jax_fused_adamw.bench._rows import JAX_ROWS
 from jax_fused_adamw.bench._shapes import Leaves, num_parameters
 from jax_fused_adamw.bench._torch import TORCH_ROWS
 
-ROWS = {row.name: row for row in (*JAX_ROWS, *TORCH_ROWS)}
+ROWS = {row.name: row for row in (*JAX_ROWS, *TORCH_ROWS, *CLIP_ROWS)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +77,9 @@ def run_bench(
 
 
 def _setting(options: Options) -> dict[str, Any]:
+    names = ("LEARNING_RATE", "B1", "B2", "EPS", "WEIGHT_DECAY", "START_COUNT")
     hyperparameters = {
-        name.lower(): getattr(_problem, name)
-        for name in ("LEARNING_RATE", "B1", "B2", "EPS", "WEIGHT_DECAY", "START_COUNT")
+        name.lower(): getattr(_problem, name) for name in (*names, "MAX_GRAD_NORM")
     }
     return {**dataclasses.asdict(options), **hyperparameters}
 
@@ -86,7 +87,7 @@ def _setting(options: Options) -> dict[str, Any]:
 def _row_result(entry: Entry, problem: Problem, limit: Limit) -> RowResult:
     row = entry.row
     if entry.status != MEASURED:
-        return RowResult(row.name, row.ours, entry.status, entry.reason)
+        return RowResult(row.name, row.ours, entry.status, entry.reason, peer=row.peer)
     device = entry.device
     result = RowResult(
         name=row.name,
@@ -99,6 +100,7 @@ def _row_result(entry: Entry, problem: Problem, limit: Limit) -> RowResult:
         launches=max((d.launches for d in device), default=None),
         compile_s=entry.stepper.compile_s,
         peak_bytes=entry.stepper.peak_bytes,
+        peer=row.peer,
     )
     percent = None
     # Where the device's time was lost, the host's does not stand in for it.
@@ -126,15 +128,25 @@ class _Expected:
 
     def __init__(self, problem: Problem, iterations: int):
         self._problem, self.iterations = problem, iterations
-        self._references: dict[tuple[str, bool], Numbers] = {}
+        self._norms: dict[str, float] = {}
+        self._references: dict[tuple[str, bool, float], Numbers] = {}
 
     def difference(self, row: Row, numbers: Numbers) -> str | None:
         if row.skips:
             return _check.difference(numbers, self._problem.start(), _check.EXACT)
         # Without AMSGrad both rules are one; with it, each is computed once.
         problem = row.variant(self._problem)
-        key = problem.dtype, row.optax_amsgrad and problem.amsgrad
+        optax_amsgrad = row.optax_amsgrad and problem.amsgrad
+        norm = 0.0 if row.norm_error is None else self._norm(problem)
+        key = problem.dtype, optax_amsgrad, norm
         if key not in self._references:
-            self._references[key] = _check.reference(problem, self.iterations, key[1])
-        allowed = _check.tolerances(self.iterations)
+            self._references[key] = _check.reference(
+                problem, self.iterations, optax_amsgrad, norm
+            )
+        allowed = _check.tolerances(self.iterations, norm, row.norm_error or 0.0)
         return _check.difference(numbers, self._references[key], allowed)
+
+    def _norm(self, problem: Problem) -> float:
+        if problem.dtype not in self._norms:
+            self._norms[problem.dtype] = _check.global_norm(problem.grads)
+        return self._norms[problem.dtype]

@@ -102,7 +102,9 @@ def check_plot_path(path: pathlib.Path) -> None:
 
 def save_plot(results: Results, path: pathlib.Path) -> None:
     """Draws a bar for the share of the limit that every measured row reaches."""
-    figure = Figure(figsize=(8, 1 + 2.6 * len(results.models)), layout="constrained")
+    num_bars = sum(len(model.rows) for model in results.models)
+    height = 1 + 0.6 * len(results.models) + 0.2 * num_bars
+    figure = Figure(figsize=(8, height), layout="constrained")
     axes = figure.subplots(len(results.models), sharex=True, squeeze=False)[:, 0]
     for ax, model in zip(axes, results.models, strict=True):
         _plot_model(ax, model)

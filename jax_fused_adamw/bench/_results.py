@@ -61,11 +61,12 @@ class RowResult(Timed):
     Attributes:
       num_bytes: counted memory traffic of a parameter.
       percent_of_limit: share of the copy bandwidth.
+      peer: the row of optax that follows the same rule.
     """
 
     num_bytes: int | None = None
     percent_of_limit: float | None = None
-    peer: ClassVar[str] = "optax.adamw"
+    peer: str = "optax.adamw"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,7 @@ class JaxStepper:
         jitted = jax.jit(step, donate_argnums=(0, 1) if donate else ())
         self.start()
         started = time.perf_counter()
-        lowered = jitted.lower(self._params, self._state, problem.grads, *extra)
+        lowered = jitted.lower(self._params, self._state, self._grads, *extra)
         self._step = lowered.compile()
         self.compile_s = time.perf_counter() - started
         self.peak_bytes = peak_bytes_of(self._step)
@@ -62,12 +62,13 @@ class JaxStepper:
         self._state = optax.tree.set(
             self._tx.init(numbers.params), count=count, **moments
         )
+        self._grads = self._problem.grads
         jax.block_until_ready((self._params, self._state))
 
     def run(self, steps: int) -> None:
         params, state = self._params, self._state
         for _ in range(steps):
-            params, state = self._step(params, state, self._problem.grads, *self._extra)
+            params, state = self._step(params, state, self._grads, *self._extra)
         self._params, self._state = jax.block_until_ready((params, state))
 
     def numbers(self) -> Numbers:
@@ -76,7 +77,7 @@ class JaxStepper:
         return Numbers(self._params, mu, nu, nu_max or [])
 
     def release(self) -> None:
-        self._params = self._state = None
+        self._params = self._state = self._grads = None
 
 
 def peak_bytes_of(compiled: jax.stages.Compiled) -> int | None:
@@ -92,7 +93,7 @@ def peak_bytes_of(compiled: jax.stages.Compiled) -> int | None:
     )
 
 
-def _fused(problem: Problem, **options: Any) -> jfa.FusedAdamW:
+def fused(problem: Problem, **options: Any) -> jfa.FusedAdamW:
     return jfa.fused_adamw(
         LEARNING_RATE,
         b1=B1,
@@ -115,30 +116,31 @@ def _protocol_step(tx: optax.GradientTransformation) -> Step:
     return step
 
 
-def _build_step(problem: Problem, **options: Any) -> JaxStepper:
-    tx = _fused(problem, **options)
+def build_step(problem: Problem, **options: Any) -> JaxStepper:
+    """``jfa.step`` of ``fused_adamw`` with these options."""
+    tx = fused(problem, **options)
     return _build(problem, tx, lambda p, s, g: jfa.step(tx, g, s, p))
 
 
 def _build_out_of_place(problem: Problem) -> JaxStepper:
     """Without donation: for a caller who keeps the old parameters and state."""
-    tx = _fused(problem, alias=False)
+    tx = fused(problem, alias=False)
     step = lambda p, s, g: jfa.step(tx, g, s, p)  # noqa: E731
     return _build(problem, tx, step, donate=False)
 
 
 def _build_in_place(problem: Problem) -> JaxStepper:
-    tx = _fused(problem, in_place=True)
+    tx = fused(problem, in_place=True)
     return _build(problem, tx, _protocol_step(tx))
 
 
 def _build_update(problem: Problem) -> JaxStepper:
-    tx = _fused(problem)
+    tx = fused(problem)
     return _build(problem, tx, _protocol_step(tx))
 
 
 def _build_skipped(problem: Problem) -> JaxStepper:
-    tx = _fused(problem)
+    tx = fused(problem)
 
     def step(params, state, grads, skip):
         return jfa.step(tx, grads, state, params, skip_update=skip)
@@ -182,8 +184,17 @@ def optax_transformation(problem: Problem) -> optax.GradientTransformation:
     )
 
 
-def _build_optax(problem: Problem) -> JaxStepper:
-    tx = optax_transformation(problem)
+def build_optax(
+    problem: Problem,
+    wrap: Callable[..., optax.GradientTransformation] = lambda tx: tx,
+) -> JaxStepper:
+    """A step in optax alone.
+
+    Args:
+      problem: of the row.
+      wrap: makes what is measured from :func:`optax_transformation`.
+    """
+    tx = wrap(optax_transformation(problem))
     step = _protocol_step(tx)
 
     def widened_step(params, state, grads):
@@ -268,11 +279,11 @@ def _no_bytes(problem: Problem) -> int:
 
 
 JAX_ROWS = (
-    Row("step", _build_step, fused_bytes, ours=True),
+    Row("step", build_step, fused_bytes, ours=True),
     Row("in_place", _build_in_place, fused_bytes, ours=True),
     Row("update", _build_update, unfused_bytes, ours=True),
     Row("alias=False", _build_out_of_place, fused_bytes, ours=True),
     Row("skipped", _build_skipped, _no_bytes, ours=True, skips=True),
-    Row("optax.adamw", _build_optax, fused_bytes, optax_amsgrad=True),
+    Row("optax.adamw", build_optax, fused_bytes, optax_amsgrad=True),
     Row("staged", StagedStepper, staged_bytes),
 )

@@ -59,7 +59,7 @@ class TorchStepper:
         start = jax.block_until_ready(self._problem.start())
         self._numbers = Numbers(*([*map(self._copy, part)] for part in start))
         self._optimizer = self._make_optimizer()
-        self._take_step = self._optimizer.step
+        self._take_step = self._step
         if self._graph:
             self._take_step = self._capture()
             self._restore(start)
@@ -93,17 +93,20 @@ class TorchStepper:
                     state[theirs] = getattr(numbers, name)[i]
         return optimizer
 
+    def _step(self) -> None:
+        self._optimizer.step()
+
     def _capture(self) -> Any:
         """One step as a CUDA graph, after one without it that loads the kernels."""
         cuda = self._torch.cuda
         stream = cuda.Stream()
         stream.wait_stream(cuda.current_stream())
         with cuda.stream(stream):
-            self._optimizer.step()
+            self._step()
         self._wait()
         graph = cuda.CUDAGraph()
         with cuda.graph(graph):
-            self._optimizer.step()
+            self._step()
         return graph.replay
 
     def _restore(self, start: Numbers) -> None:
