@@ -65,34 +65,6 @@ void CheckMerge(const MergeCase& c) {
   Check(device.ReadResults("cuda") == host.ReadResults("cpu"), "reports, " + c.Name("cuda"));
 }
 
-// The rows and the reports that one call makes, in one launch or two; twice, since the last block
-// must leave the arrival counter as it was.
-void CheckBoth(const StatsCase& c) {
-  const auto rows = static_cast<std::size_t>(c.RowsPerMember());
-  const MergeCase merge_case{{rows}, c.members, Magnitude::kOrdinary};
-  const auto with_rows = [](MergeOperands merge, const AnalyzeOperands& analyze) {
-    merge.rows = analyze.rows;
-    merge.rows_per_member = analyze.RowsPerMember();
-    return merge;
-  };
-  const StatsArrays<GuardedBuffer> host(c);
-  const MergeArrays<GuardedBuffer> host_reports(merge_case);
-  InlinePool pool;
-  cpu::AnalyzeGradient(pool, 1, *cpu::SelectInstructionSet(), host.Operands());
-  cpu::MergeGradientStats(with_rows(host_reports.Operands(), host.Operands()));
-  const StatsArrays<DeviceBuffer> device(c);
-  const MergeArrays<DeviceBuffer> reports(merge_case);
-  for (int run = 0; run < 2; ++run) {
-    const std::string error = AnalyzeAndMerge(nullptr, device.Operands(),
-                                              with_rows(reports.Operands(), device.Operands()));
-    Check(error.empty(), error);
-  }
-  Require(Device().CtxSynchronize(), "cuCtxSynchronize");
-  Check(device.ReadRows("cuda") == host.ReadRows("cpu"), "rows of both, " + c.Name("cuda"));
-  Check(reports.ReadResults("cuda") == host_reports.ReadResults("cpu"),
-        "reports of both, " + c.Name("cuda"));
-}
-
 // As many leaves as fill a table and more; empty ones are among them.
 void TestManyLeaves() {
   constexpr std::size_t kSmall = LeafTable<kSmallTableWords>::Capacity(1);
@@ -103,7 +75,6 @@ void TestManyLeaves() {
       StatsCase c{{}, 1, DType::kFloat32, members, 1, {3.0f, 4.0f, 1.0f}, Magnitude::kAny};
       for (std::size_t i = 0; i < count; ++i) c.sizes.push_back(kSizes[i % std::size(kSizes)]);
       CheckRows(c);
-      CheckBoth(c);
     }
   }
 }
@@ -130,9 +101,9 @@ void TestPartOfTheRows() {
 // Trees without a row, of no leaf and of more empty ones than a small table holds.
 void TestEmptyTrees() {
   StatsCase c{{}, 0, DType::kFloat32, 1, 1, {1.0f}, Magnitude::kOrdinary};
-  CheckBoth(c);
+  CheckRows(c);
   c.sizes.assign(kSmallTableWords, 0);
-  CheckBoth(c);
+  CheckRows(c);
 }
 
 // As many segments as fill a table and more. Those that are merged in two levels take turns with
@@ -164,7 +135,6 @@ int main() {
   TestPartOfTheRows();
   TestEmptyTrees();
   for (const jfa::tests::StatsCase& c : jfa::tests::ShapeCases()) CheckRows(c);
-  for (const jfa::tests::StatsCase& c : jfa::tests::ShapeCases()) CheckBoth(c);
   for (const jfa::tests::StatsCase& c : jfa::tests::NonfiniteCases()) CheckRows(c);
   for (const jfa::tests::MergeCase& c : jfa::tests::MergeCases()) CheckMerge(c);
   TestManySegments();
