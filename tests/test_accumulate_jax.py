@@ -67,12 +67,14 @@ def branches(compiled):
     for block in compiled.as_text().split("\n\n"):
         name = block.strip().removeprefix("ENTRY ").split(" ")[0]
         computations[name] = block
-    return [
-        computations[name.strip("{},")]
-        for line in compiled.as_text().splitlines()
-        if " conditional(" in line
-        for name in re.search(r"_computations=\{(.*?)\}", line)[1].split(", ")
-    ]
+    conditionals = [x for x in compiled.as_text().splitlines() if " conditional(" in x]
+    names = []
+    for line in conditionals:
+        # Of an index, or of a predicate.
+        names += re.findall(r"(?:true|false)_computation=([^,\s]+)", line)
+        for listed in re.findall(r"branch_computations=\{(.*?)\}", line):
+            names += listed.split(", ")
+    return [computations[name] for name in names]
 
 
 @pytest.mark.parametrize("way", ["step", "in_place"])

@@ -253,7 +253,7 @@ BAD_CALLS = {
     "string scale": (dict(gradient_scale="2"), TypeError, "gradient_scale"),
     "report": (dict(report=object()), TypeError, "report must be a GradReport"),
     "report's dtype": (
-        dict(report=jfa.GradReport(1.0, jnp.float32(1), jnp.int32(0))),
+        dict(report=jfa.GradReport(jnp.int32(1), jnp.float32(1), jnp.int32(0))),
         TypeError,
         "report.norm must be a float32 scalar",
     ),

@@ -77,15 +77,16 @@ def assert_gpu_equals_cpu(tx, params, grads, counts=(7,), extras=({},)):
     assert_same_values(on_gpu, on_cpu)
 
 
+def canonical(x):
+    """One NaN for all: its sign and payload are the processor's."""
+    x = np.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return np.where(np.isnan(x), np.array(np.nan, x.dtype), x)
+
+
 def assert_same_values(actual, expected):
-    """Same bits; of a NaN only that it is one (its payload is the processor's)."""
-
-    def canonical(x):
-        x = np.asarray(x)
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        return np.where(np.isnan(x), np.array(np.nan, x.dtype), x)
-
+    """Same bits; of a NaN only that it is one."""
     assert_same_bits(jax.tree.map(canonical, actual), jax.tree.map(canonical, expected))
 
 
@@ -173,7 +174,7 @@ A_HUNDRED_RUNS = """
 import hashlib
 import jax
 import numpy as np
-from test_cuda import SIZES, make_leaves
+from test_cuda import SIZES, canonical, make_leaves
 import jax_fused_adamw as jfa
 
 tx = jfa.fused_adamw(1e-2)
@@ -187,8 +188,7 @@ with jax.default_device(device):
         for _ in range(3):
             after, state = step(grads, state, after)
         leaves = jax.device_get(jax.tree.leaves((after, state)))
-        # Of a NaN, the sign and payload are the processor's.
-        leaves = [np.where(np.isnan(x), x.dtype.type(np.nan), x) for x in leaves]
+        leaves = [canonical(x) for x in leaves]
         digests.add(hashlib.sha256(b"".join(x.tobytes() for x in leaves)).hexdigest())
 print(*digests)
 """

@@ -171,24 +171,33 @@ def test_handler_checks_what_reaches_it():
     import jax
     import numpy as np
 
-    def call(count_dtype=jnp.int32, moments=3, traced=(0,) * 7, members=1, num_after=0):
+    def call(
+        count_dtype=jnp.int32,
+        moments=3,
+        traced=(0,) * 8,
+        members=1,
+        num_after=0,
+        clip=0,
+    ):
         leaf = jnp.ones(3)
         out = jax.ShapeDtypeStruct((3,), jnp.float32)
         return jax.ffi.ffi_call(_ffi.UPDATE_TARGET, (out,) * 3)(
             jnp.ones((), count_dtype),
             jnp.array(False),
-            jnp.zeros((7, 2), jnp.uint32),
+            jnp.zeros((8, 2), jnp.uint32),
             leaf,
             leaf,
             jnp.ones(moments),
             leaf,
             amsgrad=np.int64(0),
+            clip=np.int64(clip),
             count_step=np.bool_(False),
             decays=np.ones(1, np.uint8),
             maximize=np.bool_(False),
             members=np.int64(members),
             nesterov=np.bool_(False),
             num_after=np.int64(num_after),
+            skip_nonfinite=np.bool_(False),
             traced=np.array(traced, np.uint8),
             write_params=np.bool_(True),
             zero_moments=np.bool_(False),
@@ -198,12 +207,48 @@ def test_handler_checks_what_reaches_it():
     for arguments, text in (
         (dict(count_dtype=jnp.float32), "count"),
         (dict(moments=4), "mu of leaf 0: expected 3 elements, got 4"),
-        (dict(traced=(1,) + (0,) * 6), "operands"),
-        (dict(traced=(0,) * 6), "traced"),
+        (dict(traced=(1,) + (0,) * 7), "operands"),
+        (dict(traced=(0,) * 7), "traced"),
         (dict(members=0), "members"),
         (dict(members=2), "not divisible"),
         (dict(num_after=1), "expected 8 operands"),
         (dict(num_after=-1), "num_after"),
+        (dict(clip=1), "expected 9 operands"),
+        (dict(clip=3), "clip"),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+            jax.block_until_ready(call(**arguments))
+
+
+def test_statistics_check_what_reaches_them():
+    import jax
+    import numpy as np
+
+    def call(dtype=jnp.float32, rows=2, chunk=4096, members=1, num_rows=(2,)):
+        float32, words = jnp.float32, jnp.uint32
+        results = [((1,), float32)] * 3 + [((1,), jnp.int32), ((1, 3), words)]
+        results += [((0, 3), words), ((rows, 3), words)]
+        return jax.ffi.ffi_call(
+            _ffi.ANALYZE_TARGET, [jax.ShapeDtypeStruct(*result) for result in results]
+        )(
+            jnp.ones((), jnp.float32),
+            jnp.ones(5000, dtype),
+            members=np.int64(members),
+            chunk_elements=np.int64(chunk),
+            first_rows=np.zeros(1, np.int64),
+            num_rows=np.array(num_rows, np.int64),
+        )
+
+    assert jax.block_until_ready(call())[0] == np.float32(np.sqrt(5000))
+    for arguments, text in (
+        (dict(dtype=jnp.int32), "gradient of leaf 0"),
+        (dict(rows=1), "rows: expected 6 elements, got 3"),
+        (dict(chunk=100), "chunk_elements"),
+        (dict(members=0), "members"),
+        (dict(members=3), "not divisible"),
+        (dict(num_rows=(3,)), "segment 0 is outside"),
+        (dict(num_rows=(-1,)), "segment 0 is outside"),
+        (dict(num_rows=(2, 2)), "one entry for each segment"),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=text):
             jax.block_until_ready(call(**arguments))

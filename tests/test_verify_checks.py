@@ -237,7 +237,7 @@ def test_without_a_source_suites_are_blocked(tmp_path, suite):
     "suite, missing, command",
     [
         ("oracle", "pytest", "pip install pytest"),
-        ("host", "haiku", "pip install dm-haiku"),
+        ("host", "pytest_timeout", "pip install pytest-timeout"),
         ("bench", "tqdm", "pip install tqdm"),
     ],
 )

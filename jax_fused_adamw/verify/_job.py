@@ -12,7 +12,7 @@ from jax_fused_adamw.verify import _junit, _sources
 from jax_fused_adamw.verify._results import BLOCKED, FAILED, PASSED, Finding, Stop
 from jax_fused_adamw.verify._runner import Runner
 
-_DISTRIBUTIONS = {"haiku": "dm-haiku", "pytest_timeout": "pytest-timeout"}
+_DISTRIBUTIONS = {"pytest_timeout": "pytest-timeout"}
 
 # Given the facts of the tests' process, what is wrong with it; None if nothing is.
 Expectation = Callable[[Mapping[str, Any]], str | None]

@@ -92,7 +92,7 @@ def _reference(job: Job) -> Mapping[str, Check]:
 
 def _host(job: Job) -> Mapping[str, Check]:
     def check() -> Finding:
-        job.require("pytest", "pytest_timeout", "flax", "haiku", "hypothesis")
+        job.require("pytest", "pytest_timeout", "flax", "hypothesis")
         left_out = tuple(f"test_{name}" for name in _NOT_HOST)
         names = sorted(path.name for path in (job.source() / "tests").glob("test_*.py"))
         files = [name for name in names if not name.startswith(left_out)]
