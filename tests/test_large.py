@@ -36,6 +36,7 @@ def test_b16_a_leaf_of_more_than_2_31_elements():
         positions = jnp.arange(n, dtype=jnp.int64)
         grads = jnp.isin(positions, jnp.array(marked)).astype(jnp.bfloat16)
         del positions
+        assert jfa.grad_stats(grads).norm == 2.0
         params = jnp.zeros(n, jnp.float32)
         params, state = donated_step(tx)(params, tx.init(params), grads)
         assert int(jnp.count_nonzero(params)) == len(marked)
@@ -49,6 +50,7 @@ def test_b17_a_tree_whose_sizes_sum_to_more_than_2_31():
     with jax.default_device(GPU):
         params = [jnp.zeros(2**29) for _ in range(5)]
         grads = [jnp.ones(2**29, jnp.bfloat16) for _ in range(5)]
+        np.testing.assert_allclose(jfa.grad_stats(grads).norm, 51810.7572, rtol=1e-6)
         params, _ = donated_step(tx)(params, tx.init(params), grads)
         for leaf in params:
             low, high = float(leaf.min()), float(leaf.max())

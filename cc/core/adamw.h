@@ -139,15 +139,14 @@ struct GradientUnscale {
   JFA_HOST_DEVICE float Divide(float gradient) const { return gradient / divisor; }
 };
 
+// In magnitude 2^-126 .. 2^126: the reciprocal is normal too.
+JFA_HOST_DEVICE bool IsPowerOfTwo(float x) {
+  const Word32 exponent = FloatToBits(x) >> 23 & 0xffu;
+  return (FloatToBits(x) & 0x7fffffu) == 0 && exponent >= 1 && exponent <= 253;
+}
+
 JFA_HOST_DEVICE GradientUnscale MakeUnscale(float divisor, float reciprocal) {
-  GradientUnscale unscale;
-  unscale.divisor = divisor;
-  unscale.reciprocal = reciprocal;
-  const Word32 bits = FloatToBits(divisor);
-  const Word32 exponent = bits >> 23 & 0xffu;
-  // 2^-126 .. 2^126: the reciprocal is normal too.
-  unscale.exact_reciprocal = (bits & 0x7fffffu) == 0 && exponent >= 1 && exponent <= 253;
-  return unscale;
+  return {divisor, reciprocal, IsPowerOfTwo(divisor)};
 }
 
 // The terms of kGradientScale are those of GradientDivisor.

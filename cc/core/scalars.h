@@ -88,22 +88,27 @@ struct StepOperands {
     return {hyper_bits[2 * row], hyper_bits[2 * row + 1]};
   }
 
-  JFA_HOST_DEVICE GradientClip ReadClip(Clip clip, float limit, long long member) const {
-    if (clip == Clip::kNorm) {
-      return ClipByNorm(norm.Read(member), scaled_norm.Read(member), limit);
-    }
-    return clip == Clip::kValue ? ClipByValue(limit) : GradientClip{};
+  // A hyperparameter as ReadRaw has it.
+  JFA_HOST_DEVICE double Decode(int index, RawHyper raw) const {
+    return traced[index].data != nullptr
+               ? BitsToFloat(raw.low)
+               : BitsToDouble(raw.low | static_cast<Word64>(raw.high) << 32);
   }
 
   // Fills in the terms of a hyperparameter.
   template <bool kNesterov>
   JFA_HOST_DEVICE void SetTerms(int index, RawHyper raw, int count, bool maximize,
                                 HyperTerms* terms) const {
-    double value = traced[index].data != nullptr
-                       ? BitsToFloat(raw.low)
-                       : BitsToDouble(raw.low | static_cast<Word64>(raw.high) << 32);
+    double value = Decode(index, raw);
     if (index == static_cast<int>(Hyper::kGradientScale)) value = GradientDivisor(value, maximize);
     jfa::SetTerms<kNesterov>(index, value, NextCount(count), terms);
+  }
+
+  JFA_HOST_DEVICE GradientClip ReadClip(Clip clip, long long member) const {
+    constexpr int kIndex = static_cast<int>(Hyper::kMaxGrad);
+    const float limit = static_cast<float>(Decode(kIndex, ReadRaw(kIndex, member)));
+    if (clip == Clip::kValue) return ClipByValue(limit);
+    return ClipByNorm(norm.Read(member), scaled_norm.Read(member), limit);
   }
 };
 

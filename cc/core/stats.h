@@ -1,9 +1,9 @@
 // Statistics of gradients: what a row is, how a tile of elements becomes a row, and how rows are
 // merged. One fixed tree of additions, which every platform follows, so all give the same bits.
 //
-//   tile    4096 elements, as a block of 128 lanes reads them: in each of 8 rounds a lane takes 4
+//   tile    4096 elements, as a block of 256 lanes reads them: in each of 4 rounds a lane takes 4
 //           neighbours, and adds their squares to 4 sums. The 4 sums of a lane are added, then the
-//           lanes: 64 to 64, 32 to 32, .. 1 to 1.
+//           lanes: 128 to 128, 64 to 64, .. 1 to 1.
 //   chunk   one tile, in trees beyond 2^34 elements several: their sums are added in order.
 //   row     of one chunk, or of up to 1024 rows: lane l of 32 adds up rows l, l + 32, ..., then the
 //           lanes are added, 16 to 16, .. 1 to 1. Rows of rows are merged again, up to one.
@@ -19,9 +19,9 @@
 
 namespace jfa {
 
-constexpr int kTileLanes = 128;
+constexpr int kTileLanes = 256;
 constexpr int kTileVector = 4;
-constexpr int kTileRounds = 8;
+constexpr int kTileRounds = 4;
 constexpr int kTileRoundElements = kTileLanes * kTileVector;
 constexpr int kStatsTileElements = kTileRounds * kTileRoundElements;
 

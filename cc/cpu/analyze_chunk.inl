@@ -1,7 +1,7 @@
 // The CPU kernel of gradient statistics: one chunk to one row, by the tree of core/stats.h.
 // Included by one .cc for each instruction set, which defines JFA_ISA.
 //
-// The 512 sums that a GPU keeps in the registers of 128 lanes are an array here, and its lanes are
+// The 1024 sums that a GPU keeps in the registers of 256 lanes are an array here, and its lanes are
 // vector lanes.
 #include "cpu/tiles.inl"
 

@@ -25,8 +25,7 @@ void SetNumbers(const StepOperands& operands, std::int64_t member, const UpdateO
   }
   step->scalars = MakeScalars<kNesterov>(terms);
   step->unscale = MakeUnscale(terms);
-  step->clip =
-      operands.ReadClip(options.clip, terms.value[static_cast<int>(Hyper::kMaxGrad)], member);
+  if (options.clip != Clip::kOff) step->clip = operands.ReadClip(options.clip, member);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #ifndef JAX_FUSED_ADAMW_CC_CUDA_IO_CUH_
 #define JAX_FUSED_ADAMW_CC_CUDA_IO_CUH_
 
+#include "core/adamw.h"
 #include "core/dtype.h"
 #include "cuda/tuning.h"
 
@@ -134,6 +135,17 @@ __device__ __forceinline__ RawVector FromFloat(DType dtype, const Vector& v) {
     raw.word[i / 2] |= half << (16 * (i % 2));
   }
   return raw;
+}
+
+// In place, with one branch for all.
+__device__ __forceinline__ void UnscaleVector(const GradientUnscale& unscale, Vector* vector) {
+  if (unscale.exact_reciprocal) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) vector->value[i] = unscale.Multiply(vector->value[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) vector->value[i] = unscale.Divide(vector->value[i]);
+  }
 }
 
 }  // namespace jfa::cuda

@@ -67,7 +67,7 @@ std::string LaunchAnalyze(CuStream stream, const AnalyzeOperands& operands,
   if (blocks == 0) return EmptyTableError(operands.leaves.size(), *next);
   *first_row += blocks / operands.members;
   void* parameters[] = {args.get()};
-  return Launch(stream, kernel, blocks, parameters);
+  return Launch(stream, kernel, blocks, parameters, kTileLanes);
 }
 
 template <int kEntries>

@@ -19,9 +19,11 @@ constexpr int kChunk = kThreads * kVector;
 constexpr int kSmallTableWords = 400;
 constexpr int kLargeTableWords = 4000;
 
-// Blocks of AnalyzeGradient on a multiprocessor at least: without it the compiler takes 128
-// registers a thread, with it 64, and spills none (nvcc 13.0, sm_90).
-constexpr int kAnalyzeBlocks = 8;
+// Blocks of AnalyzeGradient on a multiprocessor at least, which decides registers. A tile by 256
+// threads with 6 blocks (40 registers) took 117 us for GPT-2's gradients (4,240 GB/s), with 5
+// blocks 124; by 128 threads with 8 blocks 123; by 512 threads 189 and more. Reading the gradient
+// scale before the loads cost 40 us (H200, CUDA events, 2026-11-29).
+constexpr int kAnalyzeBlocks = 6;
 
 // Segments of the two tables of a merge of statistics: one report, or one a leaf.
 constexpr int kSmallMergeEntries = 1;

@@ -43,24 +43,15 @@ struct VectorUpdate {
   Vector nu_max;
 };
 
-// What the update sees of a gradient.
-__device__ __forceinline__ Vector PrepareGradient(const Vector& grad,
-                                                  const GradientUnscale& unscale,
-                                                  const GradientClip& clip) {
-  Vector g;
+// In place. `clip` is in shared memory, and is not there unless anything is clipped.
+__device__ __forceinline__ void ClipVector(Clip kind, const GradientClip& clip, Vector* grad) {
+  if (kind == Clip::kNorm && clip.by_norm) {
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    g.value[i] =
-        unscale.exact_reciprocal ? unscale.Multiply(grad.value[i]) : unscale.Divide(grad.value[i]);
+    for (int i = 0; i < kVector; ++i) grad->value[i] = clip.ByNorm(grad->value[i]);
+  } else if (kind == Clip::kValue) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) grad->value[i] = clip.ByValue(grad->value[i]);
   }
-  if (clip.by_norm) {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) g.value[i] = clip.ByNorm(g.value[i]);
-  } else if (clip.by_value) {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) g.value[i] = clip.ByValue(g.value[i]);
-  }
-  return g;
 }
 
 template <Amsgrad kAmsgrad, bool kNesterov>
@@ -234,15 +225,17 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
   __shared__ __align__(16) HyperTerms terms;
   __shared__ GradientClip clip;
   if (threadIdx.x < kNumHyper) {
-    const int index = static_cast<int>(threadIdx.x);
-    args.step.template SetTerms<kNesterov>(index, hyper.raw, hyper.count, args.options.maximize,
-                                           &terms);
-    if (index == static_cast<int>(Hyper::kMaxGrad)) {
-      clip = args.step.ReadClip(args.options.clip, terms.value[index], place.member);
-    }
+    args.step.template SetTerms<kNesterov>(static_cast<int>(threadIdx.x), hyper.raw, hyper.count,
+                                           args.options.maximize, &terms);
+  }
+  // A warp of its own, beside the first one's work.
+  if (args.options.clip != Clip::kOff && threadIdx.x == 32) {
+    clip = args.step.ReadClip(args.options.clip, place.member);
   }
   __syncthreads();
-  const Vector grad = PrepareGradient(ToFloat(dtypes.grad, raw_grad), MakeUnscale(terms), clip);
+  Vector grad = ToFloat(dtypes.grad, raw_grad);
+  UnscaleVector(MakeUnscale(terms), &grad);
+  ClipVector(args.options.clip, clip, &grad);
   const AdamWScalars scalars = MakeScalars<kNesterov>(terms);
   const VectorUpdate next = UpdateVector<Kernel::kAmsgrad, kNesterov>(
       scalars, place.flags.decays ? scalars.weight_decay : 0.0f, args.options.write_params,

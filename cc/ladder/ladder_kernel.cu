@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   nu[i] = next.nu;
 }
 
-// Four elements a thread, each array by one 16-byte access; the corrections once a block, by seven
+// Four elements a thread, each array by one 16-byte access; the corrections once a block, by eight
 // of its threads while the loads are under way.
 extern "C" __global__ void __launch_bounds__(kThreads)
     LadderVectors(const __grid_constant__ StepOperands step, float* param, const float* grad,

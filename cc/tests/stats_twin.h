@@ -69,11 +69,11 @@ inline TwinSums TwinTile(const float* elements, std::size_t n) {
   if (sums.nonfinite > 0) return sums;
   const float scale = TwinScale(sums.largest);
   std::vector<float> lanes;
-  for (std::size_t lane = 0; lane < 128; ++lane) {
+  for (std::size_t lane = 0; lane < 256; ++lane) {
     float squares[4] = {};
-    for (std::size_t round = 0; round < 8; ++round) {
+    for (std::size_t round = 0; round < 4; ++round) {
       for (std::size_t neighbour = 0; neighbour < 4; ++neighbour) {
-        const std::size_t i = round * 512 + lane * 4 + neighbour;
+        const std::size_t i = round * 1024 + lane * 4 + neighbour;
         const float x = i < n ? elements[i] / scale : 0.0f;
         squares[neighbour] = squares[neighbour] + x * x;
       }
