@@ -23,7 +23,11 @@ constexpr int kLargeTableWords = 4000;
 // threads with 6 blocks (40 registers) took 117 us for GPT-2's gradients (4,240 GB/s), with 5
 // blocks 124; by 128 threads with 8 blocks 123; by 512 threads 189 and more. Reading the gradient
 // scale before the loads cost 40 us (H200, CUDA events, 2026-11-29).
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kAnalyzeBlocks = 4;  // a multiprocessor of sm_75 holds 1024 threads
+#else
 constexpr int kAnalyzeBlocks = 6;
+#endif
 
 // Segments of the two tables of a merge of statistics: one report, or one a leaf.
 constexpr int kSmallMergeEntries = 1;
