@@ -33,7 +33,13 @@ def make_results(step_us, peer_us=100.0, percent=50.0, status="measured", **sett
     if peer_us is not None:
         rows.append(row("optax.adamw", False, peer_us))
     return Results(
-        machine={"platform": "cpu", "device": "cpu", "processor": "x", "date": "today"},
+        machine={
+            "platform": "cpu",
+            "device": "cpu",
+            "processor": "x",
+            "date": "today",
+            "versions": {"jax": "0"},
+        },
         load={},
         setting={"dtype": "float32", "amsgrad": False, **setting},
         limit={"gb_per_s": 40.0, "method": "copy"},
@@ -149,6 +155,22 @@ def test_compare_prints_what_both_have(tmp_path, capsys):
     assert lines[-1].split() == ["mlp", "step", "50.0", "75.0", "1.500"]
     _results.write(make_results(1.0, peer_us=None, status="wrong"), b)
     assert_refused(capsys, ["--compare", a, b], "no measured row in common")
+
+
+def test_markdown_shows_rows_of_all_models_and_what_is_not_measured(tmp_path, capsys):
+    file = tmp_path / "a.json"
+    results = make_results(step_us=50.0, percent=47.6)
+    (model,) = results.models
+    other = dataclasses.replace(model, name="other", rows=model.rows[1:])
+    wrong = make_results(1.0, peer_us=None, status="wrong").models[0]
+    models = [model, other, dataclasses.replace(wrong, name="third")]
+    _results.write(dataclasses.replace(results, models=models), file)
+    assert main(["--markdown", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].count("16 leaves, 0.0333 M") == 3
+    assert lines[2] == "| `step` | 50.0, 47.6 % |  | wrong |"
+    assert lines[3] == "| `optax.adamw` | 100, 50.0 % | 100, 50.0 % |  |"
+    assert "40 GB/s" in lines[-1] and "float32 gradients" in lines[-1]
 
 
 # --- What is refused ------------------------------------------------------------------

@@ -102,7 +102,6 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path, capsys):
     _results.write(steps, a)
     _results.write(BASELINE, b)
     assert_refused(capsys, ["--compare", a, b], "two runs of one kind")
-    assert_refused(capsys, ["--markdown", a], "results of --train-step")
 
 
 # --- What is refused ------------------------------------------------------------------

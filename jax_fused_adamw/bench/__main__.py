@@ -133,8 +133,7 @@ def _add_files(group) -> None:
         "--markdown",
         type=path,
         metavar="FILE",
-        help="print a result file of --train-step as a Markdown table, and measure "
-        "nothing",
+        help="print a result file as a Markdown table, and measure nothing",
     )
     group.add_argument(
         "--compare",
@@ -183,7 +182,10 @@ def _run(argv: Sequence[str] | None) -> int:
         _report.print_comparison(*map(_results.read, options.compare))
         return 0
     if options.markdown is not None:
-        print(_train_report.render_table(_read_train_steps(options.markdown)), end="")
+        results = _results.read(options.markdown)
+        is_train = results.kind == _results.TrainResults.kind
+        report = _train_report if is_train else _report
+        print(report.render_table(results), end="")
         return 0
     _check_paths(options)
     if options.plot is not None:
@@ -270,18 +272,6 @@ def _refuse(names: Sequence[str], options, parser, message: str) -> None:
     for name in names:
         if getattr(options, name) != parser.get_default(name):
             raise BenchError(message.format(name=name))
-
-
-def _read_train_steps(path):
-    from jax_fused_adamw.bench import _results
-
-    results = _results.read(path)
-    if results.kind != _results.TrainResults.kind:
-        raise BenchError(
-            f"--markdown {str(path)!r}: expected results of --train-step, got those of "
-            f"the {results.kind}"
-        )
-    return results
 
 
 def _check_paths(options: argparse.Namespace) -> None:

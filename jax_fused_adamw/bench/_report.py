@@ -90,6 +90,46 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("  ".join([first.ljust(widths[0]), *cells]).rstrip())
 
 
+def render_table(results: Results) -> str:
+    """The README's Markdown: a line for each row, a column for each model."""
+    names = dict.fromkeys(row.name for _, row in results.rows())
+    lines = [f"| | {' | '.join(map(_title, results.models))} |"]
+    lines.append("|---" * (len(results.models) + 1) + "|")
+    columns = [
+        {row.name: _markdown_cell(row) for row in m.rows} for m in results.models
+    ]
+    for name in names:
+        cells = " | ".join(column.get(name, "") for column in columns)
+        lines.append(f"| `{name}` | {cells} |")
+    machine, copy = results.machine, results.limit["gb_per_s"]
+    lines += [
+        "",
+        f"{machine['device']}, JAX {machine['versions']['jax']}, "
+        f"{machine['date'][:10]}, {results.setting['dtype']} gradients: microseconds "
+        "of a step; the percentage of the speed of a copy "
+        f"({copy:,.0f} GB/s in the same run); kernels and copies launched.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _title(model: ModelResult) -> str:
+    leaves = "leaf" if model.num_leaves == 1 else "leaves"
+    millions = f"{model.num_parameters / 1e6:,.3g} M"
+    return f"{model.name} ({model.num_leaves:,} {leaves}, {millions})"
+
+
+def _markdown_cell(row: RowResult) -> str:
+    if row.status != MEASURED:
+        return row.status
+    (us,) = comparable_us([row])
+    parts = [format(us, ",.0f" if us >= 100 else ",.1f")]
+    if row.percent_of_limit is not None:
+        parts.append(f"{row.percent_of_limit:.1f} %")
+    if row.launches is not None:
+        parts.append(f"{row.launches:,d}")
+    return ", ".join(parts)
+
+
 def check_plot_path(path: pathlib.Path) -> None:
     """Raises a BenchError where matplotlib knows no such kind of file."""
     kinds = FigureCanvasBase.get_supported_filetypes()
