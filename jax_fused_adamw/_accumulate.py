@@ -13,6 +13,7 @@ from jax_fused_adamw import _checks, _in_place
 from jax_fused_adamw._hyperparams import (
     check_gradient_scale,
     check_weight,
+    scale_operand,
     skip_update_operand,
 )
 from jax_fused_adamw._stats import GradReport, grad_stats
@@ -212,7 +213,7 @@ def _add(
     check_weight(weight)
     check_gradient_scale(gradient_scale)
     weight = jnp.asarray(weight, jnp.float32)
-    scale = jnp.asarray(gradient_scale, jnp.float32)
+    scale = jnp.asarray(scale_operand(gradient_scale))
     is_first = state.mini_step == 0
     total_weight = jnp.where(is_first, weight, state.total_weight + weight)
     is_valid = (weight >= 0) & jnp.isfinite(total_weight)

@@ -59,7 +59,7 @@ def clip_by_global_norm(
       >>> print(updates["w"], state[0].report.norm)
       [-0.6 -0.8] 5.0
     """
-    check_hyperparameter("max_grad_norm", max_norm)
+    check_hyperparameter("max_norm", max_norm)
     implementation = _checks.choose(
         "implementation", implementation, _checks.IMPLEMENTATIONS
     )

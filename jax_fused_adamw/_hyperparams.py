@@ -27,6 +27,7 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "eps_root": ("a finite eps_root >= 0", lambda x: 0.0 <= x and _is_finite(x)),
     "weight_decay": ("a finite decay >= 0", lambda x: 0.0 <= x and _is_finite(x)),
     "max_grad_norm": ("max_grad_norm >= 0", lambda x: 0.0 <= x),
+    "max_norm": ("max_norm >= 0", lambda x: 0.0 <= x),
     "max_grad_value": ("max_grad_value >= 0", lambda x: 0.0 <= x),
 }
 
@@ -127,6 +128,14 @@ def check_weight(value: Any) -> None:
         raise ValueError(
             f"fused_adamw: expected a finite weight >= 0, got weight={value}"
         )
+
+
+def scale_operand(value: Any) -> np.float32 | jax.Array:
+    """A checked ``gradient_scale`` as ``float32[]``; one beyond float32 is infinite."""
+    if not _is_host_value(value):
+        return value.astype(jnp.float32)
+    with np.errstate(over="ignore"):
+        return np.float32(_to_float(value))
 
 
 def skip_update_operand(value: Any) -> np.bool_ | jax.Array:

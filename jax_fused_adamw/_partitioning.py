@@ -5,6 +5,7 @@ replicated results, in silence.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
@@ -120,7 +121,7 @@ def spec_of(placement) -> tuple:
     if placement.is_fully_replicated:
         return ()
     raise NotImplementedError(
-        "fused_adamw: vmap with batched scalars inside a shard_map that is "
+        "fused_adamw: the sharding of a leaf is hidden inside a shard_map that is "
         "manual over only some mesh axes; make it manual over all of them"
     )
 
@@ -128,3 +129,20 @@ def spec_of(placement) -> tuple:
 def spec_axes(entry) -> tuple[str, ...]:
     """The mesh axes of one entry of a ``PartitionSpec``."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def even_sharding(mesh, placement, shape: tuple[int, ...]):
+    """The placement, whole along dimensions that it cuts into uneven parts.
+
+    XLA fills the last part up, and what it is filled with must not be counted.
+    """
+    spec = spec_of(placement)
+    even = [
+        entry
+        if size % math.prod(mesh.shape[a] for a in spec_axes(entry)) == 0
+        else None
+        for entry, size in zip(spec, shape)
+    ]
+    if even == list(spec):
+        return placement
+    return NamedSharding(mesh, PartitionSpec(*even))

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import (
@@ -26,14 +25,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fused_adamw import _checks
 from jax_fused_adamw._batching import merge_leaf, merge_scalar
-from jax_fused_adamw._hyperparams import check_gradient_scale
-from jax_fused_adamw._partitioning import align_members, spec_axes, spec_of
+from jax_fused_adamw._hyperparams import check_gradient_scale, scale_operand
+from jax_fused_adamw._partitioning import (
+    align_members,
+    even_sharding,
+    spec_axes,
+    spec_of,
+)
+from jax_fused_adamw._reference import gradient_divisor
 from jax_fused_adamw._stats_primitives import (
     Reports,
     Segment,
     analyze_gradient,
     merge_gradient_stats,
 )
+
+_INT32_MAX = 2**31 - 1
 
 
 class GradReport(NamedTuple):
@@ -95,7 +102,8 @@ def grad_stats(
 
       On sharded gradients the result is that of the whole arrays. Inside ``shard_map``
       a leaf that varies over mesh axes counts as one array whose shards lie along
-      them: sum gradients of a batch over its axes first.
+      them: sum gradients of a batch over its axes first. Where it is manual over some
+      axes of the mesh only, plain JAX does the work, within a few ulp.
 
     Raises:
       TypeError: a leaf of another dtype, named by its path, or a sparse one; a
@@ -146,7 +154,12 @@ def analysis_of(
     """The analysis of checked gradients for a step, or what a caller's report says."""
     if report is not None:
         check_report(report)
-        report = GradReport(*map(jnp.asarray, report))
+        values = zip(report, no_report(), strict=True)
+        report = GradReport(*(jnp.asarray(x, like.dtype) for x, like in values))
+        # It may be of another scale: one that is none makes this step non-finite.
+        is_scale = jnp.isfinite(gradient_divisor(scale_operand(gradient_scale)))
+        nonfinite = jnp.where(is_scale, report.nonfinite, _INT32_MAX)
+        report = report._replace(nonfinite=nonfinite)
         return Analysis(report, report.norm * jnp.float32(2.0**-64))
     reports = _analyze(grads, gradient_scale, implementation, per_leaf=False)
     report = GradReport(*(x[0] for x in _of_report(reports)))
@@ -177,20 +190,15 @@ def _analyze(
     grads: Any, gradient_scale: Any, implementation: str, per_leaf: bool
 ) -> Reports:
     leaves = jax.tree.leaves(grads)
-    if isinstance(gradient_scale, jax.Array):
-        scale = gradient_scale.astype(jnp.float32)
-    else:
-        scale = _to_float32(gradient_scale)
+    scale = scale_operand(gradient_scale)
+    if _checks.varying_axes(scale):
+        raise TypeError(
+            "fused_adamw: gradient_scale varies over the mesh axes "
+            f"{_checks.ordered_axes(scale)} of this shard_map, and one norm is asked "
+            "for: reduce the scale over them first (psum, pmin)"
+        )
     native = implementation == "ffi" and not _is_partly_manual()
     return _jitted_reports(_Config(per_leaf, native), scale, leaves)
-
-
-def _to_float32(x: Any) -> np.float32:
-    with np.errstate(over="ignore"):  # a scale beyond float32 is infinite
-        try:
-            return np.float32(float(x))
-        except OverflowError:
-            return np.float32(np.inf)
 
 
 def _is_partly_manual() -> bool:
@@ -321,7 +329,7 @@ def _sharding_rule(config: _Config, mesh, operands, results):
 
 def _partition(config: _Config, mesh, operands, results):
     scale, *grads = operands
-    placements = [grad.sharding for grad in grads]
+    placements = [even_sharding(mesh, g.sharding, g.shape) for g in grads]
     member_spec = None
     if config.members is not None:
         member_spec, placements = align_members(mesh, placements)
@@ -357,8 +365,8 @@ def _partition(config: _Config, mesh, operands, results):
 
 def _jvp(primals, tangents):
     raise TypeError(
-        "grad_stats: statistics of gradients cannot be differentiated; use "
-        'implementation="xla", or optax.global_norm'
+        "fused_adamw: gradient statistics (grad_stats, max_grad_norm, skip_nonfinite) "
+        'cannot be differentiated; use implementation="xla"'
     )
 
 

@@ -1,6 +1,7 @@
 """How many rows of statistics a tree has, and how they are merged."""
 
 import dataclasses
+import numbers
 
 FAN_IN = 1024
 MAX_ROWS = 4096 * FAN_IN
@@ -33,7 +34,7 @@ class StatsPlan:
     rows: int
 
     def __post_init__(self):
-        if not isinstance(self.rows, int) or isinstance(self.rows, bool):
+        if not isinstance(self.rows, numbers.Integral) or isinstance(self.rows, bool):
             raise TypeError(f"StatsPlan: rows must be an integer, got {self.rows!r}")
         if not 1 <= self.rows <= MAX_ROWS:
             raise ValueError(

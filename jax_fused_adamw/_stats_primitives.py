@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 
 from jax_fused_adamw import _ffi
 from jax_fused_adamw._reference import gradient_divisor
@@ -263,6 +263,20 @@ def _reference_report(rows):
         nonfinite.astype(jnp.int32),
         jnp.stack(row, axis=-1),
     )
+
+
+def _merge_batching_rule(args, dims, *, segments, members):
+    """An axis more of members; what a shard_map inside a vmap needs."""
+    (rows,), (axis,) = args, dims
+    rows = jnp.moveaxis(rows, axis, 0)
+    size, leading = rows.shape[0], _leading(members)
+    flat = rows.reshape(-1, *rows.shape[1 + len(leading) :])
+    results = merge_p.bind(flat, segments=segments, members=flat.shape[0])
+    results = [x.reshape(size, *leading, *x.shape[1:]) for x in results]
+    return results, (0,) * len(results)
+
+
+batching.primitive_batchers[merge_p] = _merge_batching_rule
 
 
 # --- Registration ---------------------------------------------------------------------

@@ -417,3 +417,13 @@ def test_dynamic_loss_scale_around_windows():
         ours(), {"w": jnp.full(4, 1.5)}, ours().init(params), {"w": jnp.ones(4)}
     )
     assert_same_bits(params, expected[0])
+
+
+def test_scale_beyond_float32_skips_its_window():
+    tx = jfa.accumulate(jfa.fused_adamw(1e-2), 1)
+    params = jnp.ones(2)
+    new_params, state = jfa.step(
+        tx, params, tx.init(params), params, gradient_scale=10**400
+    )
+    assert_same_bits(new_params, params)
+    assert state.skipped_windows == 1

@@ -217,6 +217,36 @@ def test_report_shared_by_groups():
     assert [int(group.skipped) for group in groups] == [1, 1]
 
 
+@implementations
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("scale", [np.nan, np.inf, 0.0, -2.0])
+def test_bad_scale_skips_whatever_the_report_says(implementation, traced, scale):
+    tx = jfa.fused_adamw(1e-2, max_grad_norm=1.0, implementation=implementation)
+    params = {"w": jnp.ones(2)}
+    if traced:
+        scale = jnp.float32(scale)
+    new_params, state = tx.step(
+        params,
+        tx.init(params),
+        params,
+        report=jfa.grad_stats(params),
+        gradient_scale=scale,
+    )
+    assert_same_bits(new_params, params)
+    assert (state.count, state.skipped) == (0, 1) and state.report.nonfinite > 0
+
+
+def test_report_of_python_numbers_keeps_the_state_s_types():
+    tx = jfa.fused_adamw(1e-2, max_grad_norm=1.0)
+    params = {"w": jnp.ones(2)}
+    step = jax.jit(lambda s, p: tx.step(p, s, p, report=jfa.GradReport(1.0, 1.0, 0))[1])
+    state = tx.init(params)
+    for _ in range(3):
+        state = step(state, params)
+    assert step._cache_size() == 1
+    assert not any(x.weak_type for x in state.report)
+
+
 def test_masked_leaves_are_not_counted():
     tx = optax.masked(jfa.fused_adamw(1e-3, max_grad_norm=1.0), {"a": True, "b": False})
     params = {"a": jnp.zeros(2), "b": jnp.zeros(1)}

@@ -102,3 +102,50 @@ def test_inside_shard_map(manual):
     report = jax.jit(inside)({k: jnp.asarray(v) for k, v in VALUES.items()})
     np.testing.assert_allclose(report.norm, NORM, rtol=3e-7)
     assert report.nonfinite == 0
+
+
+def test_padding_of_uneven_parts_is_not_counted():
+    """XLA may cut 37 elements into 8 parts of 5, the last one filled up."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))  # noqa: F811
+    values = np.arange(1.0, 41.0, dtype=np.float32)
+    values[37:] = np.nan
+    y = jax.device_put(values, NamedSharding(mesh, P("x")))
+    report = jax.jit(lambda y: jfa.grad_stats(y[:37]))(y)
+    np.testing.assert_allclose(report.norm, np.linalg.norm(values[:37]), rtol=1e-6)
+    assert report.nonfinite == 0
+    rows = jax.device_put(np.tile(values, (2, 1)), NamedSharding(mesh, P(None, "x")))
+    batched = jax.jit(jax.vmap(lambda y: jfa.grad_stats(y[:37])))(rows)
+    np.testing.assert_array_equal(batched.norm, [report.norm] * 2)
+
+
+@pytest.mark.parametrize("outer", ["vmap", "shard_map"])
+def test_vmap_and_shard_map_together(outer):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))  # noqa: F811
+    values = np.random.default_rng(0).normal(size=(3, 16)).astype(np.float32)
+    values[1, 5] = np.nan
+
+    def over_devices(function, spec):
+        return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=P())
+
+    if outer == "vmap":
+        stats = jax.vmap(over_devices(jfa.grad_stats, P("x")))
+    else:
+        stats = over_devices(jax.vmap(jfa.grad_stats), P(None, "x"))
+    report = jax.jit(stats)(values)
+    expected = [jfa.grad_stats(row) for row in values]
+    for name in report._fields:
+        np.testing.assert_allclose(
+            getattr(report, name), [getattr(e, name) for e in expected], rtol=2e-7
+        )
+
+
+def test_scale_that_varies_over_devices_is_refused():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))  # noqa: F811
+    inside = jax.shard_map(
+        lambda g, scale: jfa.grad_stats(g, scale[0]),
+        mesh=mesh,
+        in_specs=(P(), P("x")),
+        out_specs=P(),
+    )
+    with pytest.raises(TypeError, match="gradient_scale varies over the mesh axes"):
+        jax.jit(inside)(jnp.ones(3), jnp.ones(8))

@@ -120,10 +120,6 @@ std::string PrepareStats() {
   return "";
 }
 
-std::string AnalyzeGradient(CuStream stream, const AnalyzeOperands& operands) {
-  return LaunchAnalysis(stream, operands, LastBlock{});
-}
-
 std::string AnalyzeAndMerge(CuStream stream, const AnalyzeOperands& analyze,
                             const MergeOperands& merge) {
   const long long num_rows = analyze.RowsPerMember();

@@ -13,14 +13,14 @@ namespace jfa::cuda {
 // a stream is being captured.
 std::string PrepareStats();
 
-// Submit to the stream: one launch for as many leaves as the table holds, and one for the merges
-// of as many segments. Return an error text, empty on success. Neither synchronise nor read device
+// Submit to the stream. Return an error text, empty on success. Neither synchronise nor read device
 // memory.
-std::string AnalyzeGradient(CuStream stream, const AnalyzeOperands& operands);
+
+// One launch for as many segments as the table holds.
 std::string MergeGradientStats(CuStream stream, const MergeOperands& operands);
 
-// Both, `merge` reading the rows that `analyze` writes: a single launch where these are few and
-// become one report.
+// One launch for as many leaves as the table holds, then MergeGradientStats of the rows that it
+// writes; the same launch, where there is one report of few rows.
 std::string AnalyzeAndMerge(CuStream stream, const AnalyzeOperands& analyze,
                             const MergeOperands& merge);
 

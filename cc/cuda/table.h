@@ -122,6 +122,8 @@ struct MergeArguments {
 };
 
 static_assert(sizeof(UpdateArguments<kSmallTableWords>) <= 4096, "what CUDA before 12.1 allowed");
+static_assert(sizeof(AnalyzeArguments<kSmallTableWords>) <= 4096, "likewise");
+static_assert(sizeof(MergeArguments<kSmallMergeEntries>) <= 4096, "likewise");
 static_assert(sizeof(UpdateArguments<kLargeTableWords>) <= 32764,
               "what a kernel's parameters may be");
 static_assert(sizeof(AnalyzeArguments<kLargeTableWords>) <= 32764, "likewise");

@@ -233,18 +233,23 @@ def find_losses(baseline: Run, results: Run) -> list[str]:
     for key, before in _measured(baseline).items():
         if not before.ours or key not in new:
             continue
-        num_compared += 1
         after, title = new[key], " ".join(key)
         if after.status != MEASURED:
+            num_compared += 1
             losses.append(f"{title} is {after.status}: {after.reason}")
             continue
+        figures = _figures(key, baseline, results)
+        num_compared += len(figures)
         losses += [
             f"{title}: {name} fell from {old:.3g} to {figure:.3g}"
-            for name, old, figure in _figures(key, baseline, results)
+            for name, old, figure in figures
             if figure < old * (1 - ALLOWED_LOSS)
         ]
     if not num_compared:
-        raise BenchError("--check: no row of this package is in both runs")
+        raise BenchError(
+            "--check: no row of this package can be compared with its peer or the "
+            "limit in both runs"
+        )
     return losses
 
 
