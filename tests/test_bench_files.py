@@ -8,7 +8,7 @@ import sys
 import pytest
 from bench_helpers import assert_refused, on_a_gpu
 
-from jax_fused_adamw.bench import BenchError, _report, _results
+from jax_fused_adamw.bench import BenchError, _experiment, _report, _results
 from jax_fused_adamw.bench.__main__ import main
 from jax_fused_adamw.bench._results import ModelResult, Results, RowResult, Spread
 
@@ -155,6 +155,21 @@ def test_compare_prints_what_both_have(tmp_path, capsys):
     assert lines[-1].split() == ["mlp", "step", "50.0", "75.0", "1.500"]
     _results.write(make_results(1.0, peer_us=None, status="wrong"), b)
     assert_refused(capsys, ["--compare", a, b], "no measured row in common")
+
+
+def test_what_a_killed_run_has_measured_is_saved(run_bench, tmp_path, monkeypatch):
+    file = tmp_path / "partial.json"
+    measure = _experiment._measure_model
+
+    def killed(name, *arguments):
+        if name == "one":
+            raise KeyboardInterrupt
+        return measure(name, *arguments)
+
+    monkeypatch.setattr(_experiment, "_measure_model", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_bench("--rows", "step", "--json", str(file))
+    assert [model.name for model in _results.read(file).models] == ["tiny"]
 
 
 def test_markdown_shows_rows_of_all_models_and_what_is_not_measured(tmp_path, capsys):

@@ -200,6 +200,15 @@ def test_rule_is_what_the_name_says(optimizer):
 # --- Correctness before speed ---------------------------------------------------------
 
 
+def test_losses_are_compared_before_chance_parts_them():
+    expected = np.linspace(10.0, 5.0, 20)
+    for update, is_wrong in ((0, True), (7, True), (8, False), (19, False)):
+        losses = expected.copy()
+        losses[update] += 0.3
+        reason = _train_step.losses_differ(losses, expected, "peer")
+        assert (reason is not None) == is_wrong
+
+
 def test_wrong_optimizer_shows_its_difference_and_no_time(run_toy, monkeypatch):
     wrong = lambda: optax.adamw(1.1 * _train_rows.LEARNING_RATE)  # noqa: E731
     replace_optimizer(monkeypatch, OURS, wrong)

@@ -191,13 +191,17 @@ def _run(argv: Sequence[str] | None) -> int:
     if options.plot is not None:
         _report.check_plot_path(options.plot)
     baseline = None if options.check is None else _results.read(options.check)
+
+    def save(results) -> None:
+        if options.json is not None:
+            _results.write(results, options.json)
+
     if options.train_step:
-        report, results = _train_report, _measure_train_steps(options)
+        report, results = _train_report, _measure_train_steps(options, save)
     else:
-        report, results = _report, _measure_optimizer_steps(options)
+        report, results = _report, _measure_optimizer_steps(options, save)
     report.print_results(results)
-    if options.json is not None:
-        _results.write(results, options.json)
+    save(results)
     if options.plot is not None:
         report.save_plot(results, options.plot)
     losses = [] if baseline is None else _report.find_losses(baseline, results)
@@ -208,7 +212,7 @@ def _run(argv: Sequence[str] | None) -> int:
     return 1 if wrong or losses else 0
 
 
-def _measure_optimizer_steps(options: argparse.Namespace):
+def _measure_optimizer_steps(options: argparse.Namespace, save):
     from jax_fused_adamw.bench import _experiment, _ladder
 
     unknown = set(options.rows or ()) - set(_experiment.ROWS)
@@ -229,15 +233,15 @@ def _measure_optimizer_steps(options: argparse.Namespace):
         iterations=options.iterations or _ITERATIONS.get(platform, 10),
         samples=options.samples,
     )
-    return _experiment.run_bench(models, rows, how)
+    return _experiment.run_bench(models, rows, how, save)
 
 
-def _measure_train_steps(options: argparse.Namespace):
+def _measure_train_steps(options: argparse.Namespace, save):
     from jax_fused_adamw.bench import _train_step
 
     _platform()
     return _train_step.run_train_steps(
-        options.batch, options.iterations, options.samples
+        options.batch, options.iterations, options.samples, save
     )
 
 

@@ -1,7 +1,7 @@
 """The isolated optimizer step: every row on every model, against the copy."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -49,7 +49,10 @@ class Options:
 
 
 def run_bench(
-    models: dict[str, Leaves], rows: Sequence[Row], options: Options
+    models: dict[str, Leaves],
+    rows: Sequence[Row],
+    options: Options,
+    save: Callable[[Results], None] = lambda results: None,
 ) -> Results:
     """Measures the rows on every model.
 
@@ -57,23 +60,28 @@ def run_bench(
       models: leaf shapes by name.
       rows: values of ``ROWS``.
       options: how.
+      save: called with what there is after each model: a run may be killed.
 
     Raises:
       BenchError: a model that does not fit into memory even once.
     """
     machine, before = describe_machine(), describe_load()
     limit = measure_limit(machine["platform"])
-    results = [
-        _measure_model(name, leaves, rows, options, limit)
-        for name, leaves in models.items()
-    ]
-    return Results(
-        machine=machine,
-        load={"before": before, "after": describe_load()},
-        setting=_setting(options),
-        limit=dataclasses.asdict(limit),
-        models=results,
-    )
+    measured: list[ModelResult] = []
+
+    def results() -> Results:
+        return Results(
+            machine=machine,
+            load={"before": before, "after": describe_load()},
+            setting=_setting(options),
+            limit=dataclasses.asdict(limit),
+            models=measured,
+        )
+
+    for name, leaves in models.items():
+        measured.append(_measure_model(name, leaves, rows, options, limit))
+        save(results())
+    return results()
 
 
 def _setting(options: Options) -> dict[str, Any]:
