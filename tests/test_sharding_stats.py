@@ -82,6 +82,35 @@ def test_members_stay_where_they_are(mesh):  # noqa: F811
     np.testing.assert_array_equal(report.norm, expected)
 
 
+@pytest.mark.parametrize("run", ["stats", "per_leaf", "shared_leaf", "clip", "step"])
+def test_members_on_an_explicit_mesh(run):
+    """What is computed from their reports is checked against where they lie."""
+    explicit = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    values = np.random.default_rng(0).normal(size=(8, 100)).astype(np.float32)
+    tx, params = jfa.fused_adamw(0.1, max_grad_norm=1.0), jnp.ones(100)
+    clip = jfa.clip_by_global_norm(1.0)
+    results = {
+        "stats": jfa.grad_stats,
+        "per_leaf": lambda g: jfa.grad_stats(g, per_leaf=True),
+        "shared_leaf": lambda g: jfa.grad_stats((params, g)),
+        "clip": lambda g: clip.update(g, clip.init(g)),
+        "step": lambda g: tx.step(g, tx.init(params), params),
+    }[run]
+
+    def doubled(grad):
+        return jax.tree.map(lambda x: x + x, results(grad))
+
+    expected = jax.device_get(jax.vmap(doubled)(values))
+    with jax.set_mesh(explicit):
+        grads = jax.device_put(values, NamedSharding(explicit, P("x")))
+        compiled = jax.jit(jax.vmap(doubled)).lower(grads).compile()
+        got = compiled(grads)
+    if run != "step":  # which runs where the moments lie: made here, on no axis
+        assert count_ops(compiled, "all-gather") == 0
+    assert all(x.sharding.spec[0] == "x" for x in jax.tree.leaves(got))
+    assert_same_bits(jax.device_get(got), expected)
+
+
 @pytest.mark.parametrize("manual", [("x", "y"), ("x",)])
 def test_inside_shard_map(manual):
     """A leaf that varies is one array along those axes; others count once."""
