@@ -33,6 +33,7 @@ from jax_fused_adamw._partitioning import (
     spec_of,
 )
 from jax_fused_adamw._reference import gradient_divisor
+from jax_fused_adamw._stats_jvp import Statistics, with_tangents
 from jax_fused_adamw._stats_primitives import (
     Reports,
     Segment,
@@ -93,7 +94,7 @@ def grad_stats(
       gradient_scale: the loss scale that the gradients carry. One that is not positive
         and finite makes every element count as NaN.
       per_leaf: also return the statistics of each leaf.
-      implementation: as of :func:`fused_adamw`.
+      implementation: as of :func:`fused_adamw`; ``"xla"`` can be differentiated.
 
     Returns:
       A :class:`GradReport` of scalars; with ``per_leaf`` a pair: that, and one whose
@@ -234,9 +235,16 @@ def _jitted_reports(config: _Config, scale, leaves) -> Reports:
     if config.native:
         analyze_local = _call(config)
     axes = [_checks.ordered_axes(leaf) for leaf in leaves]
+    operands = (scale, leaves) if config.native else lax.stop_gradient((scale, leaves))
     if any(axes):
-        return _reports_across(config, analyze_local, axes, scale, leaves)
-    return Reports(*analyze_local(scale, *leaves))
+        reports = _reports_across(config, analyze_local, axes, *operands)
+    else:
+        reports = Reports(*analyze_local(operands[0], *operands[1]))
+    if config.native:
+        return reports
+    statistics = Statistics(reports.norm, reports.scaled_norm, reports.max_abs)
+    statistics = with_tangents(statistics, axes, scale, leaves)
+    return reports._replace(**statistics._asdict())
 
 
 def _local_reports(config: _Config, scale, *grads) -> Reports:
@@ -365,8 +373,9 @@ def _partition(config: _Config, mesh, operands, results):
 
 def _jvp(primals, tangents):
     raise TypeError(
-        "fused_adamw: gradient statistics (grad_stats, max_grad_norm, skip_nonfinite) "
-        'cannot be differentiated; use implementation="xla"'
+        "fused_adamw: gradient statistics (grad_stats, clip_by_global_norm, "
+        "max_grad_norm, skip_nonfinite) of the kernels cannot be differentiated; those "
+        'of implementation="xla" can'
     )
 
 
