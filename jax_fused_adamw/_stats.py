@@ -104,7 +104,11 @@ def grad_stats(
       On sharded gradients the result is that of the whole arrays. Inside ``shard_map``
       a leaf that varies over mesh axes counts as one array whose shards lie along
       them: sum gradients of a batch over its axes first. Where it is manual over some
-      axes of the mesh only, plain JAX does the work, within a few ulp.
+      axes of the mesh only, plain JAX does the work, within a few ulp. With
+      ``check_vma=False`` JAX does not know what varies, and the result is that of what
+      each device holds: reduce it yourself (of leaves that are all cut over the same
+      axes, ``sqrt(psum(norm**2))``, ``pmax(max_abs)``, ``psum(nonfinite)`` over them)
+      before it is passed on as ``report=``.
 
     Raises:
       TypeError: a leaf of another dtype, named by its path, or a sparse one; a

@@ -178,3 +178,34 @@ def test_scale_that_varies_over_devices_is_refused():
     )
     with pytest.raises(TypeError, match="gradient_scale varies over the mesh axes"):
         jax.jit(inside)(jnp.ones(3), jnp.ones(8))
+
+
+def test_reduced_report_where_nothing_is_known_to_vary():
+    """With ``check_vma=False``, the recipe of the README."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))  # noqa: F811
+    tx = jfa.fused_adamw(0.1, max_grad_norm=1.0)
+    grads = np.random.default_rng(0).normal(size=64).astype(np.float32)
+    grads[5] = np.nan
+
+    def step(grads):
+        own = jfa.grad_stats(grads)
+        report = jfa.GradReport(
+            jnp.sqrt(jax.lax.psum(own.norm**2, "x")),
+            jax.lax.pmax(own.max_abs, "x"),
+            jax.lax.psum(own.nonfinite, "x"),
+        )
+        params, state = tx.step(grads, tx.init(grads), grads, report=report)
+        return params, state.skipped[None], report
+
+    inside = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=P("x"),
+        out_specs=(P("x"), P("x"), P()),
+        check_vma=False,
+    )
+    params, skipped, report = jax.jit(inside)(grads)
+    assert_same_bits(params, grads)
+    assert skipped.tolist() == [1] * 8 and report.nonfinite == 1
+    report = jax.jit(inside)(np.nan_to_num(grads))[2]
+    np.testing.assert_allclose(report.norm, np.linalg.norm(np.nan_to_num(grads)), 1e-6)
