@@ -176,11 +176,13 @@ def _update(
             " pass what init or the previous step returned, in the order "
             "update(grads, state, params)"
         )
-    _checks.check_same_tree(
-        "grads", updates, state.acc_grads, "gradients of the parameters given to init"
-    )
-    _checks.check_shapes("grads", updates, state.acc_grads)
-    skip = skip_update_operand(skip_update)
+    with _checks.speaking_as("accumulate"):
+        remedy = "gradients of the parameters given to init"
+        _checks.check_same_tree("grads", updates, state.acc_grads, remedy)
+        _checks.check_shapes("grads", updates, state.acc_grads)
+        skip = skip_update_operand(skip_update)
+        check_weight(weight)
+        check_gradient_scale(gradient_scale)
     if report is not None:
         skip = skip | _has_nonfinite(report)
     pending = _add(updates, state, weight, gradient_scale, skip)
@@ -216,8 +218,6 @@ def _add(
     grads: Any, state: AccumulateState, weight: Any, gradient_scale: Any, skip: Any
 ) -> AccumulateState:
     """The state with one more micro-batch in its window."""
-    check_weight(weight)
-    check_gradient_scale(gradient_scale)
     weight = jnp.asarray(weight, jnp.float32)
     scale = jnp.asarray(scale_operand(gradient_scale))
     is_first = state.mini_step == 0

@@ -135,12 +135,13 @@ def grad_stats(
     .. seealso:: ``fused_adamw(max_grad_norm=..., skip_nonfinite=...)``, which does this
       and the step together; :class:`StatsPlan`, how rows are merged.
     """
-    _checks.check_grad_leaves(grads)
-    check_gradient_scale(gradient_scale)
-    implementation = _checks.choose(
-        "implementation", implementation, _checks.IMPLEMENTATIONS
-    )
-    reports = _analyze(grads, gradient_scale, implementation, per_leaf)
+    with _checks.speaking_as("grad_stats"):
+        _checks.check_grad_leaves(grads)
+        check_gradient_scale(gradient_scale)
+        implementation = _checks.choose(
+            "implementation", implementation, _checks.IMPLEMENTATIONS
+        )
+        reports = _analyze(grads, gradient_scale, implementation, per_leaf)
     total = GradReport(*(x[0] for x in _of_report(reports)))
     if not per_leaf:
         return total
