@@ -55,11 +55,12 @@ def accumulate(
     mean of equal micro-batches: do not divide their losses by their number again.
 
     A window ends after ``every_k`` calls. If it holds a gradient that is not finite, a
-    ``skip_update`` or a bad scale or weight, parameters and the state of ``tx`` stay as
-    they are, bit for bit, and the skip is counted: in ``skipped_windows`` and in
-    ``skipped`` and ``consecutive`` of every ``fused_adamw`` in ``tx``. If all weights
-    are zero, nothing happens and nothing is counted. Schedules and counts in ``tx``
-    move once per applied window.
+    ``skip_update`` or a bad scale or weight, or if the sum of :math:`w_i g_i` or of
+    :math:`w_i` overflows (though the mean may not), parameters and the state of ``tx``
+    stay as they are, bit for bit, and the skip is counted: in ``skipped_windows`` and
+    in ``skipped`` and ``consecutive`` of every ``fused_adamw`` in ``tx``. If all
+    weights are zero, nothing happens and nothing is counted. Schedules and counts in
+    ``tx`` move once per applied window.
 
     Use it as any transformation, :func:`step` included, which passes parameters
     through untouched where a micro-batch only adds. In the plain protocol its updates
@@ -79,14 +80,19 @@ def accumulate(
     * ``gradient_scale``: the loss scale of this micro-batch. Gradients are divided by
       it before they are added, so it may change within a window.
     * ``report``: a ``GradReport`` of this micro-batch: non-finite ones skip the window.
-      It is not passed on, since it does not describe the mean.
+      It is not passed on, since it does not describe the mean. A skipped window leaves
+      the report in the state of ``tx`` as it was: :class:`DynamicLossScale` takes that
+      of each micro-batch, ``grad_stats(grads, gradient_scale)``.
     * others are passed to ``tx``: those of the window's last micro-batch.
 
     Inside ``jax.shard_map`` a NaN on one device skips the window on all; the three
     scalars must be the same on every device.
 
     Args:
-      tx: the transformation that takes the steps; ours, or any of optax.
+      tx: the transformation that takes the steps; ours, or one of optax. It is given
+        float32 gradients whatever the parameters' dtype. ``optax.apply_if_finite``
+        cannot take these for low-precision parameters: leave it out, since a window
+        that is not finite is skipped anyway.
       every_k: micro-batches in a window, a Python integer, at least 1. It is static:
         schedules and arrays are not taken.
 
@@ -170,11 +176,13 @@ def _update(
             " pass what init or the previous step returned, in the order "
             "update(grads, state, params)"
         )
-    _checks.check_same_tree(
-        "grads", updates, state.acc_grads, "gradients of the parameters given to init"
-    )
-    _checks.check_shapes("grads", updates, state.acc_grads)
-    skip = skip_update_operand(skip_update)
+    with _checks.speaking_as("accumulate"):
+        remedy = "gradients of the parameters given to init"
+        _checks.check_same_tree("grads", updates, state.acc_grads, remedy)
+        _checks.check_shapes("grads", updates, state.acc_grads)
+        skip = skip_update_operand(skip_update)
+        check_weight(weight)
+        check_gradient_scale(gradient_scale)
     if report is not None:
         skip = skip | _has_nonfinite(report)
     pending = _add(updates, state, weight, gradient_scale, skip)
@@ -210,8 +218,6 @@ def _add(
     grads: Any, state: AccumulateState, weight: Any, gradient_scale: Any, skip: Any
 ) -> AccumulateState:
     """The state with one more micro-batch in its window."""
-    check_weight(weight)
-    check_gradient_scale(gradient_scale)
     weight = jnp.asarray(weight, jnp.float32)
     scale = jnp.asarray(scale_operand(gradient_scale))
     is_first = state.mini_step == 0

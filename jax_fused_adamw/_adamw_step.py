@@ -33,8 +33,9 @@ def adamw_step(
       state: what the previous step returned; None for the first one.
       options: the optimizer, made by :func:`fused_adamw`; None for
         ``fused_adamw(1e-3)``.
-      control: gradient scale and skip flag of this step; None for neither. A skipped
-        first step returns the parameter as it is and a state of zeros.
+      control: gradient scale, skip flag and report (which takes the place of the step's
+        own analysis); None for none of them. A skipped first step returns the parameter
+        as it is and a state of zeros.
 
     Returns:
       The new parameter and the new state. Under ``jax.jit``, donate ``p`` and

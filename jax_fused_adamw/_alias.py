@@ -119,7 +119,9 @@ def fused_adamw(
       max_grad_norm: a float or a scalar array: gradients of which the global norm
         exceeds it are scaled to it, :math:`g` to
         :math:`(g / \text{norm}) \cdot \text{max\_grad\_norm}`. One more pass reads
-        the gradients before the step, of all leaves of this optimizer.
+        the gradients before the step, of all leaves of this optimizer. Inside
+        ``shard_map(check_vma=False)``, clip and skip are by what each device holds: see
+        :func:`grad_stats`.
       max_grad_value: limits each element of :math:`g` to plus or minus this; a NaN
         stays one. Not together with ``max_grad_norm``.
       skip_nonfinite: skip a step with a NaN or infinite element of :math:`g` anywhere,

@@ -4,6 +4,8 @@ Every message names the leaf by its path, what was expected, what came, and what
 do about it.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,6 +21,19 @@ NO_PARAMS_MESSAGE = (
 )
 
 _DTYPE_NAMES = ", ".join(np.dtype(dtype).name for dtype in LEAF_DTYPES)
+
+
+@contextlib.contextmanager
+def speaking_as(name: str) -> Iterator[None]:
+    """Errors of the checks inside begin with the name of another function."""
+    ours = "fused_adamw: "
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        message = str(error)
+        if not message.startswith(ours):
+            raise
+        raise type(error)(f"{name}: {message.removeprefix(ours)}") from error.__cause__
 
 
 def leaf_name(tree_name: str, path: Any) -> str:

@@ -1,5 +1,6 @@
 """Clipping by the global norm as a transformation of its own."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -59,10 +60,12 @@ def clip_by_global_norm(
       >>> print(updates["w"], state[0].report.norm)
       [-0.6 -0.8] 5.0
     """
-    check_hyperparameter("max_norm", max_norm)
-    implementation = _checks.choose(
-        "implementation", implementation, _checks.IMPLEMENTATIONS
-    )
+    speaking = functools.partial(_checks.speaking_as, "clip_by_global_norm")
+    with speaking():
+        check_hyperparameter("max_norm", max_norm)
+        implementation = _checks.choose(
+            "implementation", implementation, _checks.IMPLEMENTATIONS
+        )
 
     def init(params: optax.Params) -> ClipByGlobalNormState:
         del params
@@ -78,9 +81,10 @@ def clip_by_global_norm(
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
         del state, params, extra_args
-        _checks.check_grad_leaves(updates)
-        check_gradient_scale(gradient_scale)
-        analysis = analysis_of(updates, gradient_scale, report, implementation)
+        with speaking():
+            _checks.check_grad_leaves(updates)
+            check_gradient_scale(gradient_scale)
+            analysis = analysis_of(updates, gradient_scale, report, implementation)
         norms = analysis.report.norm, analysis.scaled_norm
 
         def clip(grad: jax.Array) -> jax.Array:

@@ -160,9 +160,11 @@ def _check_step_scalar(name: str, value: Any, kinds: tuple[Any, ...]) -> None:
         )
     array = value if _is_array(value) else np.asarray(value)
     if array.shape != ():
+        is_flag = jnp.bool_ in kinds
+        advice = "; reduce it first (for example with .any() or .all())"
         raise ValueError(
             f"fused_adamw: {name} must be a scalar, got an array of shape "
-            f"{array.shape}; reduce it first (for example with .any() or .all())"
+            f"{array.shape}{advice if is_flag else ''}"
         )
     if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
         raise TypeError(

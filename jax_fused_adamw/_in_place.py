@@ -154,7 +154,8 @@ def step(
       state: ``tx``'s state. Donate it and ``params`` to the enclosing ``jax.jit``,
         or both are copied first.
       params: the current parameters.
-      **extra_args: passed to ``tx.update``: ``skip_update``, ``gradient_scale``.
+      **extra_args: passed to ``tx.update``: ``skip_update``, ``gradient_scale`` and
+        ``report``; of :func:`accumulate`, ``weight`` too.
 
     Returns:
       The new parameters and the new state.

@@ -111,9 +111,13 @@ class DynamicLossScale(_Fields):
             "min_scale": _number("min_scale", min_scale),
             "max_scale": _number("max_scale", max_scale),
         }
-        _check_ranges(value=value, **options, finite_steps=finite_steps)
-        value = _as_array("value", value, jnp.float32)
-        finite_steps = _as_array("finite_steps", finite_steps, jnp.int32)
+        _check_array("value", value, jnp.float32)
+        _check_array("finite_steps", finite_steps, jnp.int32)
+        _check_ranges(value=_seen(value), **options, finite_steps=_seen(finite_steps))
+        if isinstance(value, numbers.Real):
+            value = jnp.asarray(value, jnp.float32)
+        if isinstance(finite_steps, numbers.Real):
+            finite_steps = jnp.asarray(finite_steps, jnp.int32)
         return cls._make((value, *options.values(), finite_steps))
 
     def scale(self, loss: Any) -> jax.Array:
@@ -234,7 +238,11 @@ def _check_ranges(**given: Any) -> None:
     }
     if isinstance(given["value"], numbers.Real):
         value = _number("value", given["value"])
-        expected["min_scale <= value <= max_scale"] = low <= value <= high
+        with np.errstate(over="ignore"):
+            rounded = float(np.float32(low)), float(np.float32(high))
+        expected["min_scale <= value <= max_scale"] = (
+            min(low, rounded[0]) <= value <= max(high, rounded[1])
+        )
     if isinstance(given["finite_steps"], numbers.Real):
         finite_steps = _integer("finite_steps", given["finite_steps"])
         expected["0 <= finite_steps < 2**31"] = 0 <= finite_steps < 2**31
@@ -261,13 +269,25 @@ def _integer(name: str, value: Any) -> int:
     return int(value)
 
 
-def _as_array(name: str, value: Any, dtype: Any) -> Any:
-    """A host number on the device; an array of that dtype as it is."""
+def _check_array(name: str, value: Any, dtype: Any) -> None:
+    """Raises unless ``value`` is a number or a scalar array of that dtype."""
     if isinstance(value, numbers.Real):
-        return jnp.asarray(value, dtype)
+        return
     if getattr(value, "dtype", None) != dtype:
         raise TypeError(
             f"DynamicLossScale: {name} must be a number or an array of dtype "
             f"{np.dtype(dtype)}, got {value!r}"
         )
-    return value
+    if value.shape != ():
+        raise ValueError(
+            f"DynamicLossScale: {name} must be a scalar, got an array of shape "
+            f"{value.shape}"
+        )
+
+
+def _seen(value: Any) -> Any:
+    """The number in an array that this process can read, anything else as it is."""
+    is_traced = isinstance(value, jax.core.Tracer)
+    if isinstance(value, numbers.Real) or is_traced:
+        return value
+    return value.item() if getattr(value, "is_fully_addressable", True) else value

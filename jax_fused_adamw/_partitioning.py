@@ -97,9 +97,9 @@ def partition(bind: Callable, config: UpdateConfig, mesh, operands, results):
 
 
 def align_members(mesh, placements):
-    """One sharding of the member axis for all leaves: that of the first leaf."""
+    """One sharding of the member axis for all leaves: of the first that has one."""
     specs = [spec_of(placement) for placement in placements]
-    member_spec = next((spec[0] for spec in specs if spec), None)
+    member_spec = next((spec[0] for spec in specs if spec and spec[0]), None)
     used = spec_axes(member_spec)
 
     def free(axes) -> bool:

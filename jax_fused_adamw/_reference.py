@@ -146,11 +146,17 @@ def clip_by_norm(
     A norm that is not finite makes every gradient NaN; one that exceeds float32, which
     reports the largest float32, is known by ``scaled_norm``, its product with 2^-64.
     """
+    is_within = (norm <= max_norm) & jnp.isfinite(norm)
+    is_beyond = norm == jnp.finfo(jnp.float32).max
+    # What is not chosen must have finite derivatives: theirs are multiplied by zero.
     divisor = jnp.where(jnp.isfinite(norm), norm, jnp.nan)
+    divisor = jnp.where(is_within, 1.0, divisor)
+    scaled_norm = jnp.where(is_beyond, scaled_norm, 1.0)
+    max_norm = jnp.where(is_within, 1.0, max_norm)
     clipped = grad / divisor * max_norm
     beyond = (grad * jnp.float32(2.0**-64)) / scaled_norm * max_norm
-    clipped = jnp.where(norm == jnp.finfo(jnp.float32).max, beyond, clipped)
-    return jnp.where((norm <= max_norm) & jnp.isfinite(norm), grad, clipped)
+    clipped = jnp.where(is_beyond, beyond, clipped)
+    return jnp.where(is_within, grad, clipped)
 
 
 def _read_hyper(config: UpdateConfig, scalars: Scalars) -> dict[str, _Hyper]:

@@ -33,6 +33,7 @@ from jax_fused_adamw._partitioning import (
     spec_of,
 )
 from jax_fused_adamw._reference import gradient_divisor
+from jax_fused_adamw._stats_jvp import Statistics, with_tangents
 from jax_fused_adamw._stats_primitives import (
     Reports,
     Segment,
@@ -93,7 +94,7 @@ def grad_stats(
       gradient_scale: the loss scale that the gradients carry. One that is not positive
         and finite makes every element count as NaN.
       per_leaf: also return the statistics of each leaf.
-      implementation: as of :func:`fused_adamw`.
+      implementation: as of :func:`fused_adamw`; ``"xla"`` can be differentiated.
 
     Returns:
       A :class:`GradReport` of scalars; with ``per_leaf`` a pair: that, and one whose
@@ -103,7 +104,11 @@ def grad_stats(
       On sharded gradients the result is that of the whole arrays. Inside ``shard_map``
       a leaf that varies over mesh axes counts as one array whose shards lie along
       them: sum gradients of a batch over its axes first. Where it is manual over some
-      axes of the mesh only, plain JAX does the work, within a few ulp.
+      axes of the mesh only, plain JAX does the work, within a few ulp. With
+      ``check_vma=False`` JAX does not know what varies, and the result is that of what
+      each device holds: reduce it yourself (of leaves that are all cut over the same
+      axes, ``sqrt(psum(norm**2))``, ``pmax(max_abs)``, ``psum(nonfinite)`` over them)
+      before it is passed on as ``report=``.
 
     Raises:
       TypeError: a leaf of another dtype, named by its path, or a sparse one; a
@@ -130,12 +135,13 @@ def grad_stats(
     .. seealso:: ``fused_adamw(max_grad_norm=..., skip_nonfinite=...)``, which does this
       and the step together; :class:`StatsPlan`, how rows are merged.
     """
-    _checks.check_grad_leaves(grads)
-    check_gradient_scale(gradient_scale)
-    implementation = _checks.choose(
-        "implementation", implementation, _checks.IMPLEMENTATIONS
-    )
-    reports = _analyze(grads, gradient_scale, implementation, per_leaf)
+    with _checks.speaking_as("grad_stats"):
+        _checks.check_grad_leaves(grads)
+        check_gradient_scale(gradient_scale)
+        implementation = _checks.choose(
+            "implementation", implementation, _checks.IMPLEMENTATIONS
+        )
+        reports = _analyze(grads, gradient_scale, implementation, per_leaf)
     total = GradReport(*(x[0] for x in _of_report(reports)))
     if not per_leaf:
         return total
@@ -234,9 +240,16 @@ def _jitted_reports(config: _Config, scale, leaves) -> Reports:
     if config.native:
         analyze_local = _call(config)
     axes = [_checks.ordered_axes(leaf) for leaf in leaves]
+    operands = (scale, leaves) if config.native else lax.stop_gradient((scale, leaves))
     if any(axes):
-        return _reports_across(config, analyze_local, axes, scale, leaves)
-    return Reports(*analyze_local(scale, *leaves))
+        reports = _reports_across(config, analyze_local, axes, *operands)
+    else:
+        reports = Reports(*analyze_local(operands[0], *operands[1]))
+    if config.native:
+        return reports
+    statistics = Statistics(reports.norm, reports.scaled_norm, reports.max_abs)
+    statistics = with_tangents(statistics, axes, scale, leaves)
+    return reports._replace(**statistics._asdict())
 
 
 def _local_reports(config: _Config, scale, *grads) -> Reports:
@@ -365,8 +378,9 @@ def _partition(config: _Config, mesh, operands, results):
 
 def _jvp(primals, tangents):
     raise TypeError(
-        "fused_adamw: gradient statistics (grad_stats, max_grad_norm, skip_nonfinite) "
-        'cannot be differentiated; use implementation="xla"'
+        "fused_adamw: gradient statistics (grad_stats, clip_by_global_norm, "
+        "max_grad_norm, skip_nonfinite) of the kernels cannot be differentiated; those "
+        'of implementation="xla" can'
     )
 
 

@@ -18,6 +18,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fused_adamw import _ffi
 from jax_fused_adamw._reference import gradient_divisor
@@ -121,10 +122,26 @@ analyze_p.multiple_results = True
 
 @analyze_p.def_abstract_eval
 def _analyze_shape_rule(gradient_scale, *grads, members, chunk, per_leaf):
-    del gradient_scale
     segments = segments_of(grads, members, chunk, per_leaf)
     rows = (*_leading(members), segments[0].num_rows, ROW_ELEMENTS)
-    return [*_report_avals(segments, members), ShapedArray(rows, jnp.uint32)]
+    avals = [*_report_avals(segments, members), ShapedArray(rows, jnp.uint32)]
+    return _with_members_of([*grads, gradient_scale], members, avals)
+
+
+def _with_members_of(operands, members: int | None, avals) -> list[ShapedArray]:
+    """The avals, their members where those of the operands lie: on an explicit mesh,
+    operations on the results are checked against that."""
+    meshes = [x.sharding.mesh for x in operands if not x.sharding.mesh.empty]
+    if members is None or not meshes:
+        return avals
+    specs = [x.sharding.spec[0] for x in operands if x.ndim and x.sharding.spec]
+    member_spec = next((spec for spec in specs if spec is not None), None)
+
+    def place(aval: ShapedArray) -> ShapedArray:
+        spec = PartitionSpec(member_spec, *(None,) * (aval.ndim - 1))
+        return aval.update(sharding=NamedSharding(meshes[0], spec))
+
+    return [place(aval) for aval in avals]
 
 
 def _analyze_native_lowering(platform: str, ctx, *operands, members, chunk, per_leaf):
@@ -184,8 +201,7 @@ merge_p.multiple_results = True
 
 @merge_p.def_abstract_eval
 def _merge_shape_rule(rows, *, segments, members):
-    del rows
-    return _report_avals(segments, members)
+    return _with_members_of([rows], members, _report_avals(segments, members))
 
 
 def _report_avals(

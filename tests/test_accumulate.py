@@ -393,7 +393,8 @@ def test_largest_loss_scale_divides_too():
     assert float(mu["w"][2]) > 0.1
 
 
-def test_dynamic_loss_scale_around_windows():
+@pytest.mark.parametrize("told_by", ["finite", "report"])
+def test_dynamic_loss_scale_around_windows(told_by):
     """An overflow costs its window, and shrinks the scale at once."""
     tx = jfa.accumulate(ours(), 2)
     params = {"w": jnp.ones(4)}
@@ -405,9 +406,13 @@ def test_dynamic_loss_scale_around_windows():
             lambda p: loss_scale.scale((p["w"].astype(jnp.float16) * x).sum())
         )(params)
         scale = loss_scale.value
-        params, state = jfa.step(tx, grads, state, params, gradient_scale=scale)
-        finite = jnp.isfinite(grads["w"]).all()
-        return params, state, loss_scale.update(finite=finite)
+        told, extra = {"finite": jnp.isfinite(grads["w"]).all()}, {}
+        if told_by == "report":
+            told = extra = {"report": jfa.grad_stats(grads, scale)}
+        params, state = jfa.step(
+            tx, grads, state, params, gradient_scale=scale, **extra
+        )
+        return params, state, loss_scale.update(**told)
 
     for x in jnp.array([1.0, 3.0, 1.0, 2.0], jnp.float16):
         params, state, loss_scale = train_step(params, state, loss_scale, x)

@@ -389,3 +389,32 @@ def test_integers_of_any_size_are_scales_and_skips():
     assert int(huge[1].skipped) == 1
     beyond_float64, _ = tx.step(GRADS, STATE, PARAMS, gradient_scale=10**400)
     assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(beyond_float64))
+
+
+@pytest.mark.parametrize(
+    "name, call",
+    [
+        ("grad_stats", lambda: jfa.grad_stats(jnp.ones(2, jnp.int32))),
+        ("grad_stats", lambda: jfa.grad_stats(jnp.ones(2), jnp.ones(2))),
+        ("grad_stats", lambda: jfa.grad_stats(jnp.ones(2), implementation="cuda")),
+        ("clip_by_global_norm", lambda: jfa.clip_by_global_norm(-1.0)),
+        (
+            "clip_by_global_norm",
+            lambda: jfa.clip_by_global_norm(1.0).update(jnp.ones(2, jnp.int32), None),
+        ),
+        ("accumulate", lambda: accumulate_once(jnp.ones(3))),
+        ("accumulate", lambda: accumulate_once(jnp.ones(2), weight=jnp.ones(2))),
+        ("accumulate", lambda: accumulate_once(jnp.ones(2), gradient_scale="a")),
+        ("fused_adamw", lambda: accumulate_once(jnp.ones(2), params=None)),
+    ],
+)
+def test_errors_begin_with_the_function_that_was_called(name, call):
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: ") as caught:
+        call()
+    assert ".any()" not in str(caught.value)
+
+
+def accumulate_once(grads, params=1.0, **extra):
+    tx = jfa.accumulate(jfa.fused_adamw(0.1), 1)
+    given = None if params is None else jnp.ones(2)
+    return tx.update(grads, tx.init(jnp.ones(2)), given, **extra)

@@ -8,8 +8,15 @@ import sys
 import pytest
 from bench_helpers import assert_refused, on_a_gpu
 
-from jax_fused_adamw.bench import BenchError, _experiment, _report, _results
+from jax_fused_adamw.bench import (
+    BenchError,
+    _experiment,
+    _report,
+    _results,
+    _train_step,
+)
 from jax_fused_adamw.bench.__main__ import main
+from jax_fused_adamw.bench._machine import describe_machine
 from jax_fused_adamw.bench._results import ModelResult, Results, RowResult, Spread
 
 pytestmark = pytest.mark.usefixtures("small_copies")
@@ -101,6 +108,31 @@ def test_losses_of_more_than_5_percent_are_found(after, words):
 def test_runs_that_cannot_be_compared_are_refused(after, words):
     with pytest.raises(BenchError, match=words):
         _report.find_losses(BASELINE, after)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--dtype", "bfloat16"], ["dtype is 'float32'", "'bfloat16'"]),
+        (["--amsgrad"], ["amsgrad"]),
+        (["--elements", "7"], ["the baseline has none of 7 elements"]),
+        (["--ladder"], ["the baseline has none of"]),
+        (["--train-step"], ["two runs of one kind"]),
+    ],
+    ids=lambda value: " ".join(value)[:24],
+)
+def test_a_baseline_is_refused_before_the_run(
+    capsys, monkeypatch, tmp_path, options, words
+):
+    def measured(*args):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(_experiment, "run_bench", measured)
+    monkeypatch.setattr(_train_step, "run_train_steps", measured)
+    baseline = dataclasses.replace(BASELINE, machine=describe_machine())
+    file = tmp_path / "baseline.json"
+    _results.write(baseline, file)
+    assert_refused(capsys, ["--check", file, *options], *words)
 
 
 @pytest.mark.parametrize("factor, expected", [(100.0, 0), (0.01, 1)])
@@ -208,6 +240,7 @@ def test_markdown_shows_rows_of_all_models_and_what_is_not_measured(tmp_path, ca
         (["--module", "json:dumps"], ["TypeError"]),
         (["--check", "/no/such/file"], ["/no/such/file"]),
         (["--compare", "/no/such/file"], ["--compare", "2 arguments"]),
+        (["--compare", "a", "b", "--markdown", "c"], ["--markdown", "give one"]),
         (["--json", "/no/such/folder/x"], ["--json", "folder that exists"]),
         (["--plot", "/tmp"], ["--plot", "folder that exists"]),
         (["--plot", "bars.txt"], ["--plot 'bars.txt'", ".png"]),
@@ -256,7 +289,7 @@ def test_unusable_results_are_one_line(capsys, tmp_path, content, words):
 @pytest.mark.parametrize("name", ["matplotlib", "tqdm"])
 def test_missing_package_is_one_line(capsys, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
-    assert_refused(capsys, [], name, 'pip install "jax_fused_adamw[bench]"')
+    assert_refused(capsys, [], name, 'pip install ".[bench]"')
 
 
 def test_runs_as_a_module():

@@ -265,7 +265,7 @@ def test_unwritable_folder_is_one_line(capsys, text_file, tmp_path):
 def test_missing_package_is_one_line(capsys, monkeypatch, text_file, name):
     monkeypatch.setitem(sys.modules, name, None)
     argv = ["--data", text_file]
-    assert_refused(capsys, argv, name, 'pip install "jax_fused_adamw[demo]"')
+    assert_refused(capsys, argv, name, 'pip install ".[demo]"')
 
 
 def test_missing_kernel_is_told_in_the_package_s_words(

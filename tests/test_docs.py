@@ -76,4 +76,4 @@ def test_readme_python_runs():
     with jax.numpy_rank_promotion("allow"):  # a reader's code is not ours
         for block in blocks:
             exec(compile(block, str(README), "exec"), namespace)
-    assert namespace["state"].count == 1
+    assert namespace["state"].inner_opt_state.count == 1

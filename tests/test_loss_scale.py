@@ -150,7 +150,12 @@ def test_scaled_loss_is_float32(dtype):
         (TypeError, dict(value="65536")),
         (TypeError, dict(value=np.ones((), np.float16))),
         (TypeError, dict(value=True)),
+        (ValueError, dict(value=jnp.ones(2))),
+        (ValueError, dict(value=jnp.float32(-3.0))),
+        (ValueError, dict(value=np.array(np.nan, np.float32))),
         (ValueError, dict(finite_steps=-1)),
+        (ValueError, dict(finite_steps=jnp.zeros((1,), jnp.int32))),
+        (ValueError, dict(finite_steps=jnp.int32(-1))),
         (TypeError, dict(finite_steps=1.0)),
     ],
     ids=str,
@@ -159,6 +164,14 @@ def test_bad_options_are_named(kind, options):
     name = list(options)[0]
     with pytest.raises(kind, match=f"DynamicLossScale.*{name}"):
         jfa.DynamicLossScale(**options)
+
+
+def test_a_scale_at_its_limit_is_taken_again():
+    """Float32's 0.1 is above Python's."""
+    end = jfa.DynamicLossScale(value=0.05, max_scale=0.1, growth_interval=1)
+    end = end.update(finite=True).update(finite=True)
+    again = jfa.DynamicLossScale(value=end.value, max_scale=0.1)
+    assert again.value == np.float32(0.1)
 
 
 def test_bad_calls_are_named():

@@ -82,6 +82,35 @@ def test_members_stay_where_they_are(mesh):  # noqa: F811
     np.testing.assert_array_equal(report.norm, expected)
 
 
+@pytest.mark.parametrize("run", ["stats", "per_leaf", "shared_leaf", "clip", "step"])
+def test_members_on_an_explicit_mesh(run):
+    """What is computed from their reports is checked against where they lie."""
+    explicit = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    values = np.random.default_rng(0).normal(size=(8, 100)).astype(np.float32)
+    tx, params = jfa.fused_adamw(0.1, max_grad_norm=1.0), jnp.ones(100)
+    clip = jfa.clip_by_global_norm(1.0)
+    results = {
+        "stats": jfa.grad_stats,
+        "per_leaf": lambda g: jfa.grad_stats(g, per_leaf=True),
+        "shared_leaf": lambda g: jfa.grad_stats((params, g)),
+        "clip": lambda g: clip.update(g, clip.init(g)),
+        "step": lambda g: tx.step(g, tx.init(params), params),
+    }[run]
+
+    def doubled(grad):
+        return jax.tree.map(lambda x: x + x, results(grad))
+
+    expected = jax.device_get(jax.vmap(doubled)(values))
+    with jax.set_mesh(explicit):
+        grads = jax.device_put(values, NamedSharding(explicit, P("x")))
+        compiled = jax.jit(jax.vmap(doubled)).lower(grads).compile()
+        got = compiled(grads)
+    if run != "step":  # which runs where the moments lie: made here, on no axis
+        assert count_ops(compiled, "all-gather") == 0
+    assert all(x.sharding.spec[0] == "x" for x in jax.tree.leaves(got))
+    assert_same_bits(jax.device_get(got), expected)
+
+
 @pytest.mark.parametrize("manual", [("x", "y"), ("x",)])
 def test_inside_shard_map(manual):
     """A leaf that varies is one array along those axes; others count once."""
@@ -149,3 +178,34 @@ def test_scale_that_varies_over_devices_is_refused():
     )
     with pytest.raises(TypeError, match="gradient_scale varies over the mesh axes"):
         jax.jit(inside)(jnp.ones(3), jnp.ones(8))
+
+
+def test_reduced_report_where_nothing_is_known_to_vary():
+    """With ``check_vma=False``, the recipe of the README."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))  # noqa: F811
+    tx = jfa.fused_adamw(0.1, max_grad_norm=1.0)
+    grads = np.random.default_rng(0).normal(size=64).astype(np.float32)
+    grads[5] = np.nan
+
+    def step(grads):
+        own = jfa.grad_stats(grads)
+        report = jfa.GradReport(
+            jnp.sqrt(jax.lax.psum(own.norm**2, "x")),
+            jax.lax.pmax(own.max_abs, "x"),
+            jax.lax.psum(own.nonfinite, "x"),
+        )
+        params, state = tx.step(grads, tx.init(grads), grads, report=report)
+        return params, state.skipped[None], report
+
+    inside = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=P("x"),
+        out_specs=(P("x"), P("x"), P()),
+        check_vma=False,
+    )
+    params, skipped, report = jax.jit(inside)(grads)
+    assert_same_bits(params, grads)
+    assert skipped.tolist() == [1] * 8 and report.nonfinite == 1
+    report = jax.jit(inside)(np.nan_to_num(grads))[2]
+    np.testing.assert_allclose(report.norm, np.linalg.norm(np.nan_to_num(grads)), 1e-6)

@@ -2,7 +2,7 @@
 
 ``python -m jax_fused_adamw.bench`` runs it, ``--help`` names its options; with
 ``--ladder`` it times the steps from a plain loop to the packed kernel. It needs
-``pip install "jax_fused_adamw[bench]"``.
+``pip install ".[bench]"``.
 """
 
 

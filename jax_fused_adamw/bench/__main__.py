@@ -154,7 +154,7 @@ def _add_files(group) -> None:
 def _require_packages() -> None:
     for name in ("matplotlib", "tqdm"):
         if importlib.util.find_spec(name) is None:
-            raise BenchError(f'{name} is missing: pip install "jax_fused_adamw[bench]"')
+            raise BenchError(f'{name} is missing: pip install ".[bench]"')
 
 
 def _models(options: argparse.Namespace, platform: str) -> dict[str, Leaves]:
@@ -178,6 +178,8 @@ def _run(argv: Sequence[str] | None) -> int:
     # Not at the top: they import the packages that may be missing.
     from jax_fused_adamw.bench import _report, _results, _train_report
 
+    if options.compare is not None and options.markdown is not None:
+        raise BenchError("--compare and --markdown print saved runs: give one of them")
     if options.compare is not None:
         _report.print_comparison(*map(_results.read, options.compare))
         return 0
@@ -197,9 +199,9 @@ def _run(argv: Sequence[str] | None) -> int:
             _results.write(results, options.json)
 
     if options.train_step:
-        report, results = _train_report, _measure_train_steps(options, save)
+        report, results = _train_report, _measure_train_steps(options, baseline, save)
     else:
-        report, results = _report, _measure_optimizer_steps(options, save)
+        report, results = _report, _measure_optimizer_steps(options, baseline, save)
     report.print_results(results)
     save(results)
     if options.plot is not None:
@@ -212,8 +214,8 @@ def _run(argv: Sequence[str] | None) -> int:
     return 1 if wrong or losses else 0
 
 
-def _measure_optimizer_steps(options: argparse.Namespace, save):
-    from jax_fused_adamw.bench import _experiment, _ladder
+def _measure_optimizer_steps(options: argparse.Namespace, baseline, save):
+    from jax_fused_adamw.bench import _experiment, _ladder, _results
 
     unknown = set(options.rows or ()) - set(_experiment.ROWS)
     if unknown:
@@ -227,6 +229,14 @@ def _measure_optimizer_steps(options: argparse.Namespace, save):
     else:
         models = _models(options, platform)
         rows = [_experiment.ROWS[name] for name in options.rows or _experiment.ROWS]
+    if baseline is not None:
+        setting = {"dtype": options.dtype, "amsgrad": options.amsgrad}
+        _check_baseline(baseline, _results.Results, setting, limit={})
+        if set(models).isdisjoint(model.name for model in baseline.models):
+            raise BenchError(
+                f"--check: the baseline has none of {', '.join(models)}; measure one "
+                "for it with --json"
+            )
     how = _experiment.Options(
         dtype=options.dtype,
         amsgrad=options.amsgrad,
@@ -236,13 +246,24 @@ def _measure_optimizer_steps(options: argparse.Namespace, save):
     return _experiment.run_bench(models, rows, how, save)
 
 
-def _measure_train_steps(options: argparse.Namespace, save):
-    from jax_fused_adamw.bench import _train_step
+def _measure_train_steps(options: argparse.Namespace, baseline, save):
+    from jax_fused_adamw.bench import _results, _train_step
 
     _platform()
+    if baseline is not None:
+        _check_baseline(baseline, _results.TrainResults, {})
     return _train_step.run_train_steps(
         options.batch, options.iterations, options.samples, save
     )
+
+
+def _check_baseline(baseline, kind, setting, **others) -> None:
+    """Refuses before the measurement what would be refused after it."""
+    from jax_fused_adamw.bench import _machine, _report
+
+    machine = _machine.describe_machine()
+    planned = kind(machine=machine, load={}, setting=setting, models=[], **others)
+    _report.require_comparable(baseline, planned)
 
 
 def _check_train_step(

@@ -227,7 +227,7 @@ def find_losses(baseline: Run, results: Run) -> list[str]:
     Raises:
       BenchError: runs that cannot be compared, or have no row in common.
     """
-    _require_comparable(baseline, results)
+    require_comparable(baseline, results)
     new = {(model, row.name): row for model, row in results.rows()}
     losses, num_compared = [], 0
     for key, before in _measured(baseline).items():
@@ -253,12 +253,19 @@ def find_losses(baseline: Run, results: Run) -> list[str]:
     return losses
 
 
-def _require_comparable(baseline: Run, results: Run) -> None:
+def require_comparable(baseline: Run, results: Run) -> None:
+    """Raises BenchError unless both are of one kind, machine and setting.
+
+    Args:
+      baseline: an earlier run.
+      results: another, or what is known of it before it is measured.
+    """
     _require_one_kind("--check", baseline, results)
     machine = ("device", "processor") if _on_cpu(results) else ("device",)
     for kind, names in (("machine", machine), ("setting", results.compared)):
         for name in names:
-            old, new = getattr(baseline, kind)[name], getattr(results, kind)[name]
+            old = getattr(baseline, kind)[name]
+            new = getattr(results, kind).get(name, old)
             if old != new:
                 raise BenchError(
                     f"--check: the baseline's {name} is {old!r} and this run's {new!r};"

@@ -1,7 +1,7 @@
 """A byte-level GPT trained with ``fused_adamw`` and again with ``optax.adamw``.
 
 ``python -m jax_fused_adamw.demo`` runs it, ``--help`` names its options. It needs
-``pip install "jax_fused_adamw[demo]"``.
+``pip install ".[demo]"``.
 """
 
 

@@ -56,7 +56,7 @@ def _parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 def _require_packages() -> None:
     for name in ("flax", "matplotlib", "tqdm"):
         if importlib.util.find_spec(name) is None:
-            raise DemoError(f'{name} is missing: pip install "jax_fused_adamw[demo]"')
+            raise DemoError(f'{name} is missing: pip install ".[demo]"')
 
 
 def _run(argv: Sequence[str] | None) -> None:
