@@ -16,7 +16,7 @@ from jax_fused_adamw._hyperparams import (
     scale_operand,
     skip_update_operand,
 )
-from jax_fused_adamw._stats import GradReport, grad_stats
+from jax_fused_adamw._stats import Analysis, GradReport, analysis_of
 from jax_fused_adamw._transform import FusedAdamW, FusedAdamWState, options_of
 
 
@@ -254,11 +254,11 @@ def _apply_if(
 
     is_ours = isinstance(tx, FusedAdamW)
 
-    def take(step, report, params, inner_opt_state):
+    def take(step, analysis, params, inner_opt_state):
         grads, extra = pending.acc_grads, dict(extra_args)
         if is_ours:
             # The kernel divides.
-            extra |= {"gradient_scale": pending.total_weight, "report": report}
+            extra |= {"gradient_scale": pending.total_weight, "report": analysis}
         else:
             grads = _mean(pending)
         out, new_state = step(grads, inner_opt_state, params, **extra)
@@ -267,11 +267,11 @@ def _apply_if(
     def choose(apply, keep):
         def at_the_end(*operands):
             if is_ours:
-                report = _report_of_mean(tx, pending)
-                finite = report.nonfinite == 0
+                analysis = _analysis_of_mean(tx, pending)
+                finite = analysis.report.nonfinite == 0
             else:
-                report, finite = None, _all_finite(_mean(pending))
-            step = functools.partial(apply, report)
+                analysis, finite = None, _all_finite(_mean(pending))
+            step = functools.partial(apply, analysis)
             return *lax.cond(finite, step, keep, *operands), finite
 
         def before(*operands):
@@ -296,10 +296,11 @@ def _apply_if(
     return jax.tree.map(_in_place.InPlaceUpdate, params, new_params), *rest
 
 
-def _report_of_mean(tx: FusedAdamW, pending: AccumulateState) -> GradReport:
-    return grad_stats(
+def _analysis_of_mean(tx: FusedAdamW, pending: AccumulateState) -> Analysis:
+    return analysis_of(
         pending.acc_grads,
         pending.total_weight,
+        report=None,
         implementation=options_of(tx).implementation,
     )
 

@@ -89,6 +89,7 @@ def fused_adamw(
     * ``report``: a :class:`GradReport` of :func:`grad_stats` in place of the step's own
       analysis, so that several groups (``optax.multi_transform``) are clipped and
       skipped as one. Without ``max_grad_norm`` and ``skip_nonfinite`` nothing reads it.
+      A norm beyond float32 is known to it only as the largest float32.
 
     After a step with ``max_grad_norm`` or ``skip_nonfinite``, ``state.report`` tells
     the norm, largest magnitude and non-finite count of :math:`g`, before clipping.

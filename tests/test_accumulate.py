@@ -432,3 +432,10 @@ def test_scale_beyond_float32_skips_its_window():
     )
     assert_same_bits(new_params, params)
     assert state.skipped_windows == 1
+
+
+def test_norm_beyond_float32_clips_right():
+    tx = jfa.accumulate(jfa.fused_adamw(1e-2, b1=0.0, max_grad_norm=1.0), 1)
+    params, grads = jnp.ones(1000), jnp.full(1000, 3e38)
+    _, state = jfa.step(tx, grads, tx.init(params), params)
+    np.testing.assert_allclose(np.linalg.norm(state.inner_opt_state.mu), 1.0, rtol=1e-6)

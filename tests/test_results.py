@@ -1,0 +1,24 @@
+"""README's figures are those of the committed results files."""
+
+import pathlib
+
+import pytest
+
+from jax_fused_adamw.bench import _report, _results, _train_report
+
+ROOT = pathlib.Path(__file__).parent.parent
+FILES = sorted((ROOT / "results").glob("*.json"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_readme_shows_the_file(file):
+    results = _results.read(file)
+    is_train = results.kind == _results.TrainResults.kind
+    table = (_train_report if is_train else _report).render_table(results)
+    assert table in (ROOT / "README.md").read_text()
+    assert f"results/{file.name}" in (ROOT / "README.md").read_text()
+    assert results.machine["command"] and results.machine["versions"]["jax"]
+
+
+def test_there_are_files():
+    assert len(FILES) >= 3
