@@ -23,8 +23,14 @@ def describe_process() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: version(name) for name in _PACKAGES},
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": [pathlib.Path(sys.executable).name, *sys.orig_argv[1:]],
+        "command": [*map(_without_folder, [sys.executable, *sys.orig_argv[1:]])],
     }
+
+
+def _without_folder(argument: str) -> str:
+    """Where files lie on this machine is nobody else's business."""
+    path = pathlib.Path(argument)
+    return path.name if path.is_absolute() else argument
 
 
 def num_processors() -> int:

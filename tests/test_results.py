@@ -4,6 +4,7 @@ import pathlib
 
 import pytest
 
+from jax_fused_adamw import _machine
 from jax_fused_adamw.bench import _report, _results, _train_report
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -22,3 +23,13 @@ def test_readme_shows_the_file(file):
 
 def test_there_are_files():
     assert len(FILES) >= 3
+
+
+def test_no_folder_of_a_machine_in_the_command():
+    assert _machine._without_folder("/home/me/out.json") == "out.json"
+    for argument in ("-m", "jax_fused_adamw.bench", "out/a.json", "0.5"):
+        assert _machine._without_folder(argument) == argument
+    for file in FILES:
+        assert not any(
+            x.startswith("/") for x in _results.read(file).machine["command"]
+        )
