@@ -32,7 +32,7 @@ def clip_by_global_norm(
     :math:`c` is ``max_norm`` and :math:`\|g\|` the norm that :func:`grad_stats`
     reports: it neither overflows nor vanishes, and is the same on CPU and CUDA. Any
     optimizer may follow. ``fused_adamw(max_grad_norm=...)`` does the same without the
-    pass that writes the clipped gradients, and is faster.
+    pass that writes the clipped gradients.
 
     With ``update(..., gradient_scale=)`` in the chain, the norm is that of the unscaled
     gradients, and what comes out still carries the scale: ``fused_adamw`` behind it
