@@ -1,4 +1,4 @@
-"""README's figures are those of the committed results files."""
+"""The figures in the READMEs are those of the committed results files."""
 
 import pathlib
 
@@ -13,11 +13,13 @@ FILES = sorted((ROOT / "results").glob("*.json"))
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_readme_shows_the_file(file):
+    pages = [ROOT / "README.md", ROOT / "notebooks" / "README.md"]
+    text = "\n".join(page.read_text() for page in pages)
     results = _results.read(file)
     is_train = results.kind == _results.TrainResults.kind
     table = (_train_report if is_train else _report).render_table(results)
-    assert table in (ROOT / "README.md").read_text()
-    assert f"results/{file.name}" in (ROOT / "README.md").read_text()
+    assert table in text
+    assert f"results/{file.name}" in text
     assert results.machine["command"] and results.machine["versions"]["jax"]
 
 
