@@ -50,6 +50,9 @@ class UpdateConfig:
       zero_moments: the moments are zero and no operands: a first step, which reads 8
         bytes less for each element, and needs no state to have been made.
       num_after: the operands that the call only waits for (:mod:`._buckets`).
+      analyze: the call makes the report of its own gradients (see
+        :mod:`._analyzed_update`): what it reads of one is no operand, and the report
+        is a result.
       count_step: the counters are operands and results. A step of several calls is
         counted by the last one.
       members: under vmap with batched scalars, the number of members; then every
@@ -67,6 +70,7 @@ class UpdateConfig:
     alias: bool = True
     zero_moments: bool = False
     num_after: int = 0
+    analyze: bool = False
     count_step: bool = False
     members: int | None = None
 
@@ -80,8 +84,16 @@ class UpdateConfig:
 
     @property
     def num_scalars(self) -> int:
-        analysis = 2 * (self.clip == "norm") + self.skip_nonfinite
-        return 3 + len(self.traced) + analysis + 2 * self.count_step
+        of_report = self.num_norms + self.num_nonfinite + self.analyze
+        return 3 + len(self.traced) + of_report + 2 * self.count_step
+
+    @property
+    def num_norms(self) -> int:
+        return 2 * (self.clip == "norm" and not self.analyze)
+
+    @property
+    def num_nonfinite(self) -> int:
+        return int(self.skip_nonfinite and not self.analyze)
 
     @property
     def first_leaf(self) -> int:
@@ -106,10 +118,11 @@ class Scalars(NamedTuple):
     traced: Sequence[Any]  # float32[] each, by UpdateConfig.traced
     norms: Sequence[Any]  # float32[]: norm, scaled_norm, with clip="norm"
     nonfinite: Sequence[Any]  # int32[]: one, with skip_nonfinite
+    gradient_scale: Sequence[Any]  # float32[]: one, with analyze
     skip_counters: Sequence[Any]  # int32[]: skipped, consecutive, with count_step
 
 
-VALUE_SHAPES = Scalars((), (), (len(HYPERPARAMETERS), 2), (), (), (), ())
+VALUE_SHAPES = Scalars((), (), (len(HYPERPARAMETERS), 2), (), (), (), (), ())
 
 
 def listed(scalars: Scalars) -> Scalars:
@@ -142,7 +155,8 @@ class Buffers(NamedTuple):
 class Results(NamedTuple):
     """Result leaves; ``out`` holds new parameters or updates.
 
-    ``counters`` are count, skipped and consecutive after the step, with ``count_step``.
+    ``counters`` are count, skipped and consecutive after the step, with ``count_step``;
+    ``report`` with ``analyze`` is norm, scaled norm, max_abs and nonfinite, then rows.
     """
 
     out: Sequence[Any]
@@ -150,6 +164,7 @@ class Results(NamedTuple):
     nu: Sequence[Any]
     nu_max: Sequence[Any]
     counters: Sequence[Any]
+    report: Sequence[Any] = ()
 
 
 class Operands(NamedTuple):
@@ -169,13 +184,21 @@ def flatten(operands: Operands) -> list[Any]:
 def unflatten(config: UpdateConfig, flat: Sequence[Any]) -> Operands:
     count, skip_update, hyper_bits, *others = flat[: config.num_scalars]
     traced, others = _cut(others, len(config.traced))
-    norms, others = _cut(others, 2 * (config.clip == "norm"))
-    nonfinite, skip_counters = _cut(others, int(config.skip_nonfinite))
+    norms, others = _cut(others, config.num_norms)
+    nonfinite, others = _cut(others, config.num_nonfinite)
+    scale, skip_counters = _cut(others, int(config.analyze))
     after = flat[config.num_scalars : config.first_leaf]
     kinds = _by_kind(flat[config.first_leaf :], config.num_leaves)
     return Operands(
         Scalars(
-            count, skip_update, hyper_bits, traced, norms, nonfinite, skip_counters
+            count,
+            skip_update,
+            hyper_bits,
+            traced,
+            norms,
+            nonfinite,
+            scale,
+            skip_counters,
         ),
         after,
         Buffers(*kinds, *([] for _ in range(5 - len(kinds)))),
@@ -187,9 +210,10 @@ def flatten_results(results: Results) -> list[Any]:
 
 
 def unflatten_results(config: UpdateConfig, flat: Sequence[Any]) -> Results:
-    leaves, counters = _cut(flat, config.num_result_kinds * config.num_leaves)
+    leaves, others = _cut(flat, config.num_result_kinds * config.num_leaves)
+    counters, report = _cut(others, 3 * config.count_step)
     kinds = _by_kind(leaves, config.num_leaves)
-    return Results(*kinds, *([] for _ in range(4 - len(kinds))), counters)
+    return Results(*kinds, *([] for _ in range(4 - len(kinds))), counters, report)
 
 
 def _cut(flat: Sequence[Any], n: int) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -248,7 +272,7 @@ def call_in_parts(
 def _in_order(results: Sequence[Results], leaves: Sequence[int]) -> Results:
     """The results of parts as those of one call; ``leaves`` are theirs in sequence."""
     places = sorted(range(len(leaves)), key=leaves.__getitem__)
-    *kinds, counters = (
+    *kinds, counters, _ = (
         [leaf for part in kind for leaf in part] for kind in zip(*results, strict=True)
     )
     return Results(

@@ -65,7 +65,7 @@ update_p.multiple_results = True
 
 
 @update_p.def_abstract_eval
-def _update_shape_rule(*avals, config: UpdateConfig):
+def update_shapes(*avals, config: UpdateConfig):
     """Results are their inputs' avals, which keeps explicit shardings."""
     scalars, _, buffers = unflatten(config, avals)
     _check_scalars(config, scalars)
@@ -82,8 +82,9 @@ def _update_shape_rule(*avals, config: UpdateConfig):
 
 
 def _check_scalars(config: UpdateConfig, scalars: Scalars) -> None:
+    int32, float32 = np.int32, np.float32
     dtypes = Scalars(
-        np.int32, np.bool_, np.uint32, np.float32, np.float32, np.int32, np.int32
+        int32, np.bool_, np.uint32, float32, float32, int32, float32, int32
     )
     for name, kind, dtype, value_shape in zip(
         Scalars._fields, listed(scalars), dtypes, VALUE_SHAPES, strict=True
@@ -133,6 +134,7 @@ def aliases(config: UpdateConfig) -> dict[int, int]:
 def attributes(config: UpdateConfig) -> dict[str, Any]:
     """What the native handler is told of the call, as ``cc/ffi/operands.h`` has it."""
     return {
+        "analyze": np.bool_(config.analyze),
         "amsgrad": np.int64(AMSGRAD_KINDS.index(config.amsgrad)),
         "clip": np.int64(CLIP_KINDS.index(config.clip)),
         "count_step": np.bool_(config.count_step),
@@ -205,7 +207,7 @@ mlir.register_lowering(
 # --- Differentiation ------------------------------------------------------------------
 
 
-def _update_jvp(primals, tangents):
+def refuse_derivative(primals, tangents, **params):
     raise TypeError(
         "fused_adamw: the fused update cannot be differentiated. Take gradients of "
         "the loss, not of the optimizer step; to differentiate through a step "
@@ -229,7 +231,7 @@ def _update_call(config: UpdateConfig):
         sharding_rule=functools.partial(sharding_rule, config),
     )
     differentiated = jax.custom_jvp(partitioned)
-    differentiated.defjvp(_update_jvp)
+    differentiated.defjvp(refuse_derivative)
     batched = custom_vmap(differentiated)
     batched.def_vmap(functools.partial(batching_rule, _update_call, config))
     return batched

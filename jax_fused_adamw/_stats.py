@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_fused_adamw import _checks
 from jax_fused_adamw._batching import merge_leaf, merge_scalar
 from jax_fused_adamw._hyperparams import check_gradient_scale, scale_operand
+from jax_fused_adamw._operands import Scalars, UpdateConfig
 from jax_fused_adamw._partitioning import (
     align_members,
     even_sharding,
@@ -62,6 +63,12 @@ class Analysis(NamedTuple):
 
     report: GradReport
     scaled_norm: jax.Array
+
+    def inform(self, scalars: Scalars, config: UpdateConfig) -> Scalars:
+        """The scalars of an update that clips or skips by this analysis."""
+        norms = [self.report.norm, self.scaled_norm] if config.clip == "norm" else []
+        nonfinite = [self.report.nonfinite] if config.skip_nonfinite else []
+        return scalars._replace(norms=norms, nonfinite=nonfinite)
 
 
 def grad_stats(

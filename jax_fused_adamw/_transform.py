@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jax_fused_adamw import _checks, _in_place
+from jax_fused_adamw import _analyzed_update, _checks, _in_place
 from jax_fused_adamw._buckets import make_buckets
 from jax_fused_adamw._hyperparams import (
     ScalarOrSchedule,
     check_gradient_scale,
     current_learning_rate,
     encode,
+    scale_operand,
     skip_update_operand,
 )
 from jax_fused_adamw._operands import (
@@ -32,7 +33,6 @@ from jax_fused_adamw._operands import (
 )
 from jax_fused_adamw._primitives import fused_update
 from jax_fused_adamw._stats import (
-    Analysis,
     GradReport,
     analysis_of,
     check_report,
@@ -185,7 +185,8 @@ def fused_step(
         state = _init(options, None)
     else:
         _check_state(options, state, params)
-    analysis = _analysis(options, grads, control)
+    if control.report is not None:
+        check_report(control.report)
     hyperparams = _hyperparams(options, state.count, control.gradient_scale)
     hyper_bits, traced, traced_values = encode(hyperparams)
     scalars = Scalars(
@@ -193,11 +194,11 @@ def fused_step(
         skip_update_operand(control.skip_update),
         hyper_bits,
         traced_values,
-        [analysis.report.norm, analysis.scaled_norm] if options.clip == "norm" else [],
-        [analysis.report.nonfinite] if options.skip_nonfinite else [],
-        [state.skipped, state.consecutive],
+        norms=[],
+        nonfinite=[],
+        gradient_scale=[],
+        skip_counters=[state.skipped, state.consecutive],
     )
-    _checks.check_replication(params, grads, state, scalars)
     buffers = _buffers(params, grads, state)
     config = UpdateConfig(
         decays=tuple(_checks.resolve_mask(options.mask, params)),
@@ -214,7 +215,24 @@ def fused_step(
         zero_moments=zero_moments,
         count_step=True,
     )
-    results = _update_in_buckets(options, config, scalars, buffers)
+    analysis = None
+    if (
+        options.analyses
+        and control.report is None
+        and options.implementation == "ffi"
+        and _analyzed_update.suits(buffers)
+    ):
+        results, analysis = _analyzed_update.analyze_and_update(
+            config, scale_operand(control.gradient_scale), scalars, buffers
+        )
+    else:
+        if options.analyses:
+            analysis = analysis_of(
+                grads, control.gradient_scale, control.report, options.implementation
+            )
+            scalars = analysis.inform(scalars, config)
+        _checks.check_replication(params, grads, state, scalars)
+        results = _update_in_buckets(options, config, scalars, buffers)
     unflatten = jax.tree.structure(params).unflatten
     count, skipped, consecutive = results.counters
     new_state = state._replace(
@@ -227,18 +245,6 @@ def fused_step(
         report=None if analysis is None else analysis.report,
     )
     return unflatten(results.out), new_state
-
-
-def _analysis(
-    options: Options, grads: optax.Updates, control: StepControl
-) -> Analysis | None:
-    if control.report is not None:
-        check_report(control.report)
-    if not options.analyses:
-        return None
-    return analysis_of(
-        grads, control.gradient_scale, control.report, options.implementation
-    )
 
 
 def _buffers(params: Any, grads: Any, state: FusedAdamWState) -> Buffers:

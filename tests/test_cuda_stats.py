@@ -16,6 +16,7 @@ from test_cuda import (
 )
 
 import jax_fused_adamw as jfa
+from jax_fused_adamw.bench import _measure
 
 pytestmark = pytest.mark.skipif(GPU is None, reason="needs a CUDA device")
 
@@ -119,13 +120,27 @@ def test_nonfinite_step_is_skipped_bit_for_bit():
     assert_same_values((gpu_params, gpu_state), cpu)
 
 
-def test_two_calls_and_no_copy():
+@pytest.mark.parametrize(
+    "dtype, launches", [("float32", 1), ("bfloat16", 1), ("float16", 2)]
+)
+def test_one_call_one_launch_and_no_copy(dtype, launches):
+    """float16 gradients have no kernel that does both."""
     params = jax.device_put(finite_leaves(SIZES[1:9], "float32"), GPU)
+    grads = jax.device_put(finite_leaves(SIZES[1:9], dtype), GPU)
     tx = jfa.fused_adamw(1e-2, max_grad_norm=1.0)
     with jax.default_device(GPU):
+        state = tx.init(params)
         step = jax.jit(lambda p, s, g: tx.step(g, s, p), donate_argnums=(0, 1))
-        compiled = step.lower(params, tx.init(params), params).compile()
-    assert count_ops(compiled, "custom-call") == 2
+        compiled = step.lower(params, state, grads).compile()
+
+        def run():
+            new = params, state
+            for _ in range(20):
+                new = compiled(*new, grads)
+            jax.block_until_ready(new)
+
+        assert _measure.profile_device(run, 20).launches == launches
+    assert count_ops(compiled, "custom-call") == 1
     assert copies(compiled) == 0
     assert count_ops(compiled, "fusion") == 0
 

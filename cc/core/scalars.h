@@ -74,8 +74,8 @@ struct StepOperands {
     return {count.Read(member), skipped.Read(member), consecutive.Read(member)};
   }
 
-  JFA_HOST_DEVICE void WriteCounts(long long member, StepCounts old) const {
-    const StepCounts next = NextCounts(old, Skips(member));
+  JFA_HOST_DEVICE void WriteCounts(long long member, StepCounts old, bool skips) const {
+    const StepCounts next = NextCounts(old, skips);
     new_counts.count[member] = next.count;
     new_counts.skipped[member] = next.skipped;
     new_counts.consecutive[member] = next.consecutive;
@@ -104,9 +104,14 @@ struct StepOperands {
     jfa::SetTerms<kNesterov>(index, value, NextCount(count), terms);
   }
 
-  JFA_HOST_DEVICE GradientClip ReadClip(Clip clip, long long member) const {
+  // Of the norm or of values.
+  JFA_HOST_DEVICE float ReadClipLimit(long long member) const {
     constexpr int kIndex = static_cast<int>(Hyper::kMaxGrad);
-    const float limit = static_cast<float>(Decode(kIndex, ReadRaw(kIndex, member)));
+    return static_cast<float>(Decode(kIndex, ReadRaw(kIndex, member)));
+  }
+
+  JFA_HOST_DEVICE GradientClip ReadClip(Clip clip, long long member) const {
+    const float limit = ReadClipLimit(member);
     if (clip == Clip::kValue) return ClipByValue(limit);
     return ClipByNorm(norm.Read(member), scaled_norm.Read(member), limit);
   }

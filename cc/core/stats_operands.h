@@ -61,6 +61,23 @@ struct MergeOperands {
   }
 };
 
+// The statistics that a step makes of its own gradients: one report of all leaves.
+struct StepAnalysis {
+  AnalyzeOperands gradients;
+  MergeOperands report;
+  bool skip_nonfinite;
+
+  // The step, which reads the report.
+  StepOperands Inform(StepOperands step, Clip clip) const {
+    if (clip == Clip::kNorm) {
+      step.norm = {report.norm};
+      step.scaled_norm = {report.scaled_norm};
+    }
+    if (skip_nonfinite) step.nonfinite = {report.nonfinite};
+    return step;
+  }
+};
+
 }  // namespace jfa
 
 #endif  // JAX_FUSED_ADAMW_CC_CORE_STATS_OPERANDS_H_

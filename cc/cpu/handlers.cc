@@ -15,7 +15,14 @@ ffi::Error UpdateImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remain
                       ffi::Dictionary attributes) {
   const ffi::ErrorOr<UpdateOperands> operands = DecodeUpdate(args, rets, attributes);
   if (!operands.has_value()) return operands.error();
-  Update(pool, pool.num_threads(), *SelectInstructionSet(), operands->step, operands->leaves,
+  StepOperands step = operands->step;
+  if (operands->analyzes) {
+    const StepAnalysis& analysis = operands->analysis;
+    AnalyzeGradient(pool, pool.num_threads(), *SelectInstructionSet(), analysis.gradients);
+    MergeGradientStats(analysis.report);
+    step = analysis.Inform(step, operands->options.clip);
+  }
+  Update(pool, pool.num_threads(), *SelectInstructionSet(), step, operands->leaves,
          operands->options);
   return ffi::Error::Success();
 }

@@ -60,7 +60,7 @@ void Update(Pool& pool, std::int64_t num_threads, const InstructionSet& isa,
   ParallelFor<ScopedDefaultFloatEnv>(pool, num_helpers, num_blocks, update_block);
   if (!operands.counts_step()) return;
   for (std::int64_t i = 0; i < operands.num_counts(options.members); ++i) {
-    operands.WriteCounts(i, operands.ReadCounts(i));
+    operands.WriteCounts(i, operands.ReadCounts(i), operands.Skips(i));
   }
 }
 

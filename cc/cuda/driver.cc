@@ -30,6 +30,9 @@ Driver Load() {
   Find(library, "cuModuleLoadData", &driver.ModuleLoadData, &driver.error);
   Find(library, "cuModuleGetFunction", &driver.ModuleGetFunction, &driver.error);
   Find(library, "cuLaunchKernel", &driver.LaunchKernel, &driver.error);
+  Find(library, "cuLaunchCooperativeKernel", &driver.LaunchCooperativeKernel, &driver.error);
+  Find(library, "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+       &driver.OccupancyMaxActiveBlocksPerMultiprocessor, &driver.error);
   Find(library, "cuGetErrorString", &driver.GetErrorString, &driver.error);
   if (driver.ok() && driver.Version() < kOldestDriver) {
     driver.error = "the NVIDIA driver supports CUDA " + std::to_string(driver.Version() / 1000) +

@@ -16,6 +16,8 @@ using CuFunction = struct CuFunctionOpaque*;
 using CuStream = struct CuStreamOpaque*;
 
 // Values of CUdevice_attribute.
+inline constexpr int kMultiprocessorCount = 16;
+inline constexpr int kCooperativeLaunch = 95;
 inline constexpr int kComputeCapabilityMajor = 75;
 inline constexpr int kComputeCapabilityMinor = 76;
 
@@ -28,6 +30,10 @@ struct Driver {
   CuResult (*ModuleGetFunction)(CuFunction*, CuModule, const char*) = nullptr;
   CuResult (*LaunchKernel)(CuFunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                            unsigned, CuStream, void**, void**) = nullptr;
+  CuResult (*LaunchCooperativeKernel)(CuFunction, unsigned, unsigned, unsigned, unsigned, unsigned,
+                                      unsigned, unsigned, CuStream, void**) = nullptr;
+  CuResult (*OccupancyMaxActiveBlocksPerMultiprocessor)(int*, CuFunction, int,
+                                                        std::size_t) = nullptr;
   CuResult (*GetErrorString)(CuResult, const char**) = nullptr;
   std::string error;  // why there is none, if so
 

@@ -17,13 +17,18 @@ ffi::Error UpdateInitializeImpl(ffi::RemainingArgs args, ffi::RemainingRets rets
                                 ffi::Dictionary attributes) {
   const ffi::ErrorOr<UpdateOperands> operands = DecodeUpdate(args, rets, attributes);
   if (!operands.has_value()) return operands.error();
-  return InternalError(PrepareUpdate(operands->leaves, operands->options));
+  const auto prepare = operands->analyzes ? PrepareAnalyzeAndUpdate : PrepareUpdate;
+  return InternalError(prepare(operands->leaves, operands->options));
 }
 
 ffi::Error UpdateExecuteImpl(CuStream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                              ffi::Dictionary attributes) {
   const ffi::ErrorOr<UpdateOperands> operands = DecodeUpdate(args, rets, attributes);
   if (!operands.has_value()) return operands.error();
+  if (operands->analyzes) {
+    return InternalError(AnalyzeAndUpdate(stream, operands->step, operands->analysis,
+                                          operands->leaves, operands->options));
+  }
   return InternalError(Update(stream, operands->step, operands->leaves, operands->options));
 }
 

@@ -22,6 +22,7 @@ struct Loaded {
   std::mutex mutex;
   std::map<ModuleKey, CuModule> modules;
   std::map<FunctionKey, CuFunction> functions;
+  std::map<std::pair<CuFunction, unsigned>, long long> resident_blocks;  // by threads of a block
 };
 
 // Never destroyed: the driver may be gone before static destructors run.
@@ -151,7 +152,8 @@ std::string KernelName::Group() const {
 }
 
 std::string KernelName::String() const {
-  return std::string("Update") + (small_grid ? "Small" : "Large") + Group();
+  const char* names[] = {"UpdateLarge", "UpdateSmall", "AnalyzeAndUpdate"};
+  return names[static_cast<int>(grid)] + Group();
 }
 
 EntryPoint KernelName::InGroup(const std::string& name) const {
@@ -174,6 +176,34 @@ std::string Launch(CuStream stream, const Kernel& kernel, long long blocks, void
   const CuResult result = driver.LaunchKernel(kernel.function, static_cast<unsigned>(blocks), 1, 1,
                                               threads, 1, 1, 0, stream, parameters, nullptr);
   return result == 0 ? "" : "launching a kernel: " + driver.Describe(result);
+}
+
+std::string LaunchTogether(CuStream stream, const Kernel& kernel, long long blocks,
+                           void** parameters, unsigned threads) {
+  const Driver& driver = GetDriver();
+  const CuResult result = driver.LaunchCooperativeKernel(
+      kernel.function, static_cast<unsigned>(blocks), 1, 1, threads, 1, 1, 0, stream, parameters);
+  return result == 0 ? "" : "launching a cooperative kernel: " + driver.Describe(result);
+}
+
+long long ResidentBlocks(const Kernel& kernel, unsigned threads) {
+  const std::lock_guard<std::mutex> lock(All().mutex);
+  const auto found = All().resident_blocks.find({kernel.function, threads});
+  if (found != All().resident_blocks.end()) return found->second;
+  const Driver& driver = GetDriver();
+  CuDevice device = 0;
+  int cooperates = 0;
+  int multiprocessors = 0;
+  int blocks = 0;
+  const bool known =
+      driver.CtxGetDevice(&device) == 0 &&
+      driver.DeviceGetAttribute(&cooperates, kCooperativeLaunch, device) == 0 &&
+      driver.DeviceGetAttribute(&multiprocessors, kMultiprocessorCount, device) == 0 &&
+      driver.OccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel.function,
+                                                       static_cast<int>(threads), 0) == 0;
+  const long long resident = known && cooperates != 0 ? 1LL * blocks * multiprocessors : 0;
+  All().resident_blocks[{kernel.function, threads}] = resident;
+  return resident;
 }
 
 }  // namespace jfa::cuda

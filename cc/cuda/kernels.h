@@ -30,7 +30,7 @@ struct EntryPoint {
 
 // One entry point of update_kernel.cu.
 struct KernelName {
-  bool small_grid;
+  Grid grid;
   LeafClass leaf_class;
   Amsgrad amsgrad;
   bool nesterov;
@@ -59,6 +59,13 @@ Kernel GetCountStepKernel(const KernelName& same_module);
 // Submits `blocks` blocks to the stream. Returns an error text, empty on success.
 std::string Launch(CuStream stream, const Kernel& kernel, long long blocks, void** parameters,
                    unsigned threads = kThreads);
+
+// The same of blocks that wait for each other: all run at the same time, or none.
+std::string LaunchTogether(CuStream stream, const Kernel& kernel, long long blocks,
+                           void** parameters, unsigned threads);
+
+// How many blocks of a launch can run at the same time; 0 where the device cannot tell them to.
+long long ResidentBlocks(const Kernel& kernel, unsigned threads);
 
 }  // namespace jfa::cuda
 

@@ -26,14 +26,6 @@ Kernel GetMerge(bool small) {
   return GetStatsKernel(small ? "MergeGradientStatsSmall" : "MergeGradientStatsLarge");
 }
 
-MergeBuffers BuffersOf(const MergeOperands& operands) {
-  return {operands.rows,        operands.rows_per_member,
-          operands.scratch,     operands.ScratchPerMember(),
-          operands.merged,      operands.norm,
-          operands.scaled_norm, operands.max_abs,
-          operands.nonfinite};
-}
-
 // What the last block of an analysis is to do.
 struct LastBlock {
   MergeBuffers merge{};
@@ -76,7 +68,7 @@ std::string LaunchMerge(CuStream stream, const MergeOperands& operands, std::siz
   const Kernel kernel = GetMerge(kEntries == kSmallMergeEntries);
   if (!kernel.ok()) return kernel.error;
   auto args = std::make_unique<MergeArguments<kEntries>>();
-  args->buffers = BuffersOf(operands);
+  args->buffers = MergeBuffersOf(operands);
   args->num_segments = static_cast<int>(operands.segments.size());
   args->first_segment = static_cast<int>(*next);
   long long most_rows = 0;
@@ -111,6 +103,14 @@ std::string LaunchAnalysis(CuStream stream, const AnalyzeOperands& operands,
 
 }  // namespace
 
+MergeBuffers MergeBuffersOf(const MergeOperands& operands) {
+  return {operands.rows,        operands.rows_per_member,
+          operands.scratch,     operands.ScratchPerMember(),
+          operands.merged,      operands.norm,
+          operands.scaled_norm, operands.max_abs,
+          operands.nonfinite};
+}
+
 std::string PrepareStats() {
   for (const bool small : {false, true}) {
     for (const Kernel& kernel : {GetAnalyze(small), GetMerge(small)}) {
@@ -127,7 +127,7 @@ std::string AnalyzeAndMerge(CuStream stream, const AnalyzeOperands& analyze,
   const bool one_report = merge.segments.size() == 1 && merge.segments[0].num_rows == num_rows;
   if (analyze.members == 1 && one_report && 0 < num_rows && num_rows <= kMergeFanIn &&
       analyze.leaves.size() <= kLargeLeaves) {
-    last_block = {BuffersOf(merge), ArrivalCounterOf(merge.merged)};
+    last_block = {MergeBuffersOf(merge), ArrivalCounterOf(merge.merged)};
   }
   const std::string error = LaunchAnalysis(stream, analyze, last_block);
   if (!error.empty() || last_block.arrival_counter >= 0) return error;

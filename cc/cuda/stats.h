@@ -6,8 +6,12 @@
 
 #include "core/stats_operands.h"
 #include "cuda/driver.h"
+#include "cuda/table.h"
 
 namespace jfa::cuda {
+
+// What a kernel writes that merges rows.
+MergeBuffers MergeBuffersOf(const MergeOperands& operands);
 
 // Compiles and loads what the two below launch. Returns an error text, empty on success. Not while
 // a stream is being captured.

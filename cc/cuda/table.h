@@ -26,6 +26,10 @@ enum class LeafClass {
   kFirstStep = 2,  // any dtypes, and the old moments are zero and in no buffer
 };
 
+// The kernels of a step by what bounds them: bandwidth; latency, with another launch for the
+// statistics or with them in the same.
+enum class Grid { kLarge, kSmall, kAnalyzing };
+
 // Packed into the low byte of a leaf's size.
 struct LeafFlags {
   DType param_dtype;
@@ -94,6 +98,19 @@ struct MergeBuffers {
   int* nonfinite;
 };
 
+// An analysis in the launch of the update: one report of one row a tile.
+struct TreeAnalysis {
+  ScalarOperand<float> gradient_scale;
+  MergeBuffers merge;
+  StatsRow* rows;
+  bool skip_nonfinite;
+};
+
+// The table's blocks are tiles; the grid has kTileBlocks blocks for each.
+struct AnalyzeAndUpdateArguments : UpdateArguments<kSmallTableWords> {
+  TreeAnalysis analysis;
+};
+
 template <int kWords>
 struct AnalyzeArguments {
   ScalarOperand<float> gradient_scale;
@@ -122,6 +139,7 @@ struct MergeArguments {
 };
 
 static_assert(sizeof(UpdateArguments<kSmallTableWords>) <= 4096, "what CUDA before 12.1 allowed");
+static_assert(sizeof(AnalyzeAndUpdateArguments) <= 4096, "likewise");
 static_assert(sizeof(AnalyzeArguments<kSmallTableWords>) <= 4096, "likewise");
 static_assert(sizeof(MergeArguments<kSmallMergeEntries>) <= 4096, "likewise");
 static_assert(sizeof(UpdateArguments<kLargeTableWords>) <= 32764,

@@ -43,6 +43,10 @@ constexpr int kMergeThreads = 1024;
 // made two, and 4.2 us in one (H200, 2026-11-29).
 constexpr int kSmallGridBlocks = 1024;
 
+// Blocks of AnalyzeAndUpdate for a tile of the statistics, each of a thread a tile's lane and a
+// vector a thread.
+constexpr int kTileBlocks = 4;
+
 // Arrival counters, one for each address where a new count or a report has been written: 1 MiB of
 // the device's memory. When they run out, which a process that reuses its memory does not reach, a
 // kernel of its own counts, or merges. They must not: a launch more is another graph, and a

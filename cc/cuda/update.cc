@@ -6,6 +6,7 @@
 #include "cuda/arrivals.h"
 #include "cuda/fill_table.h"
 #include "cuda/kernels.h"
+#include "cuda/stats.h"
 #include "cuda/table.h"
 #include "cuda/tuning.h"
 
@@ -27,8 +28,8 @@ struct Plan {
     return 2 + (options.zero_moments ? 0 : moments) + (out_apart ? 1 : 0) +
            (moments_apart ? moments : 0);
   }
-  KernelName Kernel(bool small_grid) const {
-    return {small_grid, leaf_class, options.amsgrad, options.nesterov};
+  KernelName Kernel(Grid grid) const {
+    return {grid, leaf_class, options.amsgrad, options.nesterov};
   }
 };
 
@@ -78,13 +79,11 @@ bool LeafIsAligned(const LeafOperands& leaf, const Plan& plan) {
   return aligned && MembersAreAligned(leaf.num_elements, plan.options.members);
 }
 
-// Launches one table of leaves from *next on.
+// Takes one table of leaves from *next on. Returns the number of the table's blocks.
 template <int kWords>
-std::string LaunchTable(CuStream stream, const StepOperands& operands, const Leaves& leaves,
-                        const Plan& plan, int arrival_counter, std::size_t* next) {
-  const Kernel kernel = GetKernel(plan.Kernel(kWords == kSmallTableWords));
-  if (!kernel.ok()) return kernel.error;
-  auto args = std::make_unique<UpdateArguments<kWords>>();
+unsigned FillArguments(const StepOperands& operands, const Leaves& leaves, const Plan& plan,
+                       int arrival_counter, long long block_elements, std::size_t* next,
+                       UpdateArguments<kWords>* args) {
   args->step = operands;
   args->options.arrival_counter = arrival_counter;
   args->options.clip = plan.options.clip;
@@ -99,15 +98,27 @@ std::string LaunchTable(CuStream stream, const StepOperands& operands, const Lea
                           LeafIsAligned(leaf, plan)};
     return TableLeaf{BuffersOf(leaf, plan), leaf.num_elements, flags};
   };
-  const unsigned blocks = FillTable(leaves.size(), plan.num_buffers(), plan.options.members, kChunk,
-                                    size_of, describe, next, &args->table);
+  return FillTable(leaves.size(), plan.num_buffers(), plan.options.members, block_elements, size_of,
+                   describe, next, &args->table);
+}
+
+// Launches one table of leaves from *next on.
+template <int kWords>
+std::string LaunchTable(CuStream stream, const StepOperands& operands, const Leaves& leaves,
+                        const Plan& plan, int arrival_counter, std::size_t* next) {
+  constexpr Grid kGrid = kWords == kSmallTableWords ? Grid::kSmall : Grid::kLarge;
+  const Kernel kernel = GetKernel(plan.Kernel(kGrid));
+  if (!kernel.ok()) return kernel.error;
+  auto args = std::make_unique<UpdateArguments<kWords>>();
+  const unsigned blocks =
+      FillArguments(operands, leaves, plan, arrival_counter, kChunk, next, args.get());
   if (blocks == 0) return EmptyTableError(leaves.size(), *next);
   void* parameters[] = {args.get()};
   return Launch(stream, kernel, blocks, parameters);
 }
 
 std::string LaunchCountStep(CuStream stream, const StepOperands& operands, const Plan& plan) {
-  const Kernel kernel = GetCountStepKernel(plan.Kernel(false));
+  const Kernel kernel = GetCountStepKernel(plan.Kernel(Grid::kLarge));
   if (!kernel.ok()) return kernel.error;
   StepOperands step = operands;
   long long num_counts = operands.num_counts(plan.options.members);
@@ -126,15 +137,39 @@ bool IsSmallGrid(const Leaves& leaves, const Plan& plan) {
   return 0 < blocks && blocks <= kSmallGridBlocks;
 }
 
+// Whether the kernel that analyses too can do all of it, its blocks running at the same time.
+bool FitsOneLaunch(const StepOperands& operands, const StepAnalysis& analysis, const Leaves& leaves,
+                   const Plan& plan, const Kernel& kernel) {
+  const std::size_t capacity = LeafTable<kSmallTableWords>::Capacity(plan.num_buffers());
+  const long long tiles = analysis.gradients.RowsPerMember();
+  return plan.leaf_class == LeafClass::kFloat32 && plan.options.members == 1 &&
+         operands.counts_step() && leaves.size() <= capacity && tiles > 0 && tiles <= kMergeFanIn &&
+         analysis.gradients.chunk_elements == kStatsTileElements &&
+         kTileBlocks * tiles <= ResidentBlocks(kernel, kTileLanes);
+}
+
+std::string LaunchAnalyzeAndUpdate(CuStream stream, const StepOperands& operands,
+                                   const StepAnalysis& analysis, const Leaves& leaves,
+                                   const Plan& plan, const Kernel& kernel, int arrival_counter) {
+  auto args = std::make_unique<AnalyzeAndUpdateArguments>();
+  std::size_t next = 0;
+  const long long tiles = FillArguments<kSmallTableWords>(operands, leaves, plan, arrival_counter,
+                                                          kStatsTileElements, &next, args.get());
+  args->analysis = {analysis.gradients.gradient_scale, MergeBuffersOf(analysis.report),
+                    analysis.gradients.rows, analysis.skip_nonfinite};
+  void* parameters[] = {args.get()};
+  return LaunchTogether(stream, kernel, kTileBlocks * tiles, parameters, kTileLanes);
+}
+
 }  // namespace
 
 std::string PrepareUpdate(const Leaves& leaves, const UpdateOptions& options) {
   const Plan plan = MakePlan(leaves, options);
-  for (const bool small_grid : {false, true}) {
-    const Kernel kernel = GetKernel(plan.Kernel(small_grid));
+  for (const Grid grid : {Grid::kLarge, Grid::kSmall}) {
+    const Kernel kernel = GetKernel(plan.Kernel(grid));
     if (!kernel.ok()) return kernel.error;
   }
-  return GetCountStepKernel(plan.Kernel(false)).error;
+  return GetCountStepKernel(plan.Kernel(Grid::kLarge)).error;
 }
 
 std::string Update(CuStream stream, const StepOperands& operands, const Leaves& leaves,
@@ -150,6 +185,33 @@ std::string Update(CuStream stream, const StepOperands& operands, const Leaves& 
   }
   if (!error.empty() || !operands.counts_step() || counter >= 0) return error;
   return LaunchCountStep(stream, operands, plan);
+}
+
+std::string PrepareAnalyzeAndUpdate(const Leaves& leaves, const UpdateOptions& options) {
+  const Plan plan = MakePlan(leaves, options);
+  std::string error = PrepareStats();
+  if (error.empty()) error = PrepareUpdate(leaves, options);
+  if (!error.empty() || plan.leaf_class != LeafClass::kFloat32) return error;
+  return GetKernel(plan.Kernel(Grid::kAnalyzing)).error;
+}
+
+std::string AnalyzeAndUpdate(CuStream stream, const StepOperands& operands,
+                             const StepAnalysis& analysis, const Leaves& leaves,
+                             const UpdateOptions& options) {
+  const Plan plan = MakePlan(leaves, options);
+  if (plan.leaf_class == LeafClass::kFloat32) {
+    const Kernel kernel = GetKernel(plan.Kernel(Grid::kAnalyzing));
+    if (!kernel.ok()) return kernel.error;
+    const int counter = FitsOneLaunch(operands, analysis, leaves, plan, kernel)
+                            ? ArrivalCounterOf(operands.new_counts.count)
+                            : -1;
+    if (counter >= 0) {
+      return LaunchAnalyzeAndUpdate(stream, operands, analysis, leaves, plan, kernel, counter);
+    }
+  }
+  const std::string error = AnalyzeAndMerge(stream, analysis.gradients, analysis.report);
+  if (!error.empty()) return error;
+  return Update(stream, analysis.Inform(operands, options.clip), leaves, options);
 }
 
 }  // namespace jfa::cuda

@@ -8,6 +8,7 @@
 #include "core/leaf.h"
 #include "core/options.h"
 #include "core/scalars.h"
+#include "core/stats_operands.h"
 #include "cuda/driver.h"
 
 namespace jfa::cuda {
@@ -21,6 +22,14 @@ std::string PrepareUpdate(const std::vector<LeafOperands>& leaves, const UpdateO
 // Returns an error text, empty on success. Neither synchronises nor reads device memory.
 std::string Update(CuStream stream, const StepOperands& operands,
                    const std::vector<LeafOperands>& leaves, const UpdateOptions& options);
+
+// The same two for a step that analyses its gradients first: one launch for a small tree of
+// float32 parameters, else those of AnalyzeAndMerge and of Update.
+std::string PrepareAnalyzeAndUpdate(const std::vector<LeafOperands>& leaves,
+                                    const UpdateOptions& options);
+std::string AnalyzeAndUpdate(CuStream stream, const StepOperands& operands,
+                             const StepAnalysis& analysis, const std::vector<LeafOperands>& leaves,
+                             const UpdateOptions& options);
 
 }  // namespace jfa::cuda
 

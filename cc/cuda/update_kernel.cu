@@ -7,17 +7,22 @@
 // A small grid is bound by latency. There a block reads the scalars first of all, and the block
 // that is last to have read the counters moves them on. A large one is bound by bandwidth, where
 // reading first was slower; a kernel of its own counts after it.
+//
+// AnalyzeAndUpdate is a small grid whose blocks first make the rows of the gradients' statistics,
+// wait until all rows are there, merge them, each block for itself, and then clip or skip.
 #include "core/adamw.h"
 #include "core/chunks.h"
 #include "cuda/io.cuh"
+#include "cuda/stats_tile.cuh"
 #include "cuda/table.h"
 #include "cuda/tuning.h"
 
 namespace jfa::cuda {
 namespace {
 
-// How many blocks of a launch have read the step's counters, by LaunchOptions::arrival_counter.
-// Zero between launches; launches that could run at the same time have different ones.
+// How many blocks of a launch have read the step's counters, by LaunchOptions::arrival_counter,
+// after the rows that an analysis has written. Zero between launches; launches that could run at
+// the same time have different ones.
 __device__ Word32 arrivals[kNumArrivalCounters];
 
 // The outputs' places in a leaf's row of the table; an output that is its input shares its place.
@@ -105,24 +110,27 @@ __device__ void SkipChunk(const Arguments& args, int leaf, LeafFlags flags, cons
 struct ChunkPlace {
   int leaf;
   LeafFlags flags;
-  long long member;
-  Span span;
+  Block chunk;
+  Span span;  // of the thread
 };
 
-template <typename Arguments>
+// A grid without an analysis has a block for each chunk, one with it kTileBlocks for each tile.
+template <typename Kernel, typename Arguments>
 __device__ __forceinline__ ChunkPlace LocateChunk(const Arguments& args) {
   const auto& table = args.table;
-  const Word32 block = blockIdx.x;
+  constexpr int kBlocks = Kernel::kAnalyzes ? kTileBlocks : 1;
+  const Word32 entry = blockIdx.x / kBlocks;
   ChunkPlace place;
-  place.leaf = FindLeaf(table.first_block(), table.num_leaves, block);
+  place.leaf = FindLeaf(table.first_block(), table.num_leaves, entry);
   const Word64 size = table.sizes()[place.leaf];
   place.flags = LeafFlags::Unpack(size);
-  const Block chunk = LocateBlock(block - table.first_block()[place.leaf],
-                                  static_cast<long long>(size >> 8), table.members, kChunk);
-  place.member = chunk.member;
-  const int offset = static_cast<int>(threadIdx.x) * kVector;
-  place.span.begin = chunk.begin + offset;
-  place.span.left = static_cast<int>(chunk.elements) - offset;
+  place.chunk =
+      LocateBlock(entry - table.first_block()[place.leaf], static_cast<long long>(size >> 8),
+                  table.members, Kernel::kAnalyzes ? kStatsTileElements : kChunk);
+  const int thread = static_cast<int>(blockIdx.x % kBlocks * Kernel::kBlockThreads + threadIdx.x);
+  const int offset = thread * kVector;
+  place.span.begin = place.chunk.begin + offset;
+  place.span.left = static_cast<int>(place.chunk.elements) - offset;
   place.span.vectorised = place.flags.aligned && place.span.left >= kVector;
   return place;
 }
@@ -177,12 +185,67 @@ __device__ __forceinline__ Arrival Arrive(const Arguments& args, int count) {
   return {before, weight, {count, step.skipped.Read(0), step.consecutive.Read(0)}};
 }
 
-template <typename Arguments>
-__device__ __forceinline__ void CountStepIfLast(const Arguments& args, const Arrival& arrival) {
+template <typename Kernel, typename Arguments>
+__device__ __forceinline__ void CountStepIfLast(const Arguments& args, const Arrival& arrival,
+                                                bool skips) {
   if (threadIdx.x != 0 || args.options.arrival_counter < 0) return;
-  if (arrival.before != (gridDim.x - 1) * arrival.weight) return;
-  args.step.WriteCounts(0, arrival.counts);
+  const Word32 num_rows = Kernel::kAnalyzes ? gridDim.x / kTileBlocks : 0;
+  if (arrival.before != num_rows + (gridDim.x - 1) * arrival.weight) return;
+  args.step.WriteCounts(0, arrival.counts, skips);
   arrivals[args.options.arrival_counter] = 0;
+}
+
+// What an analysis in the same launch decides.
+struct Decision {
+  GradientClip clip;
+  bool nonfinite;
+};
+
+// A call of its own, so that the update keeps its registers.
+__device__ __noinline__ StatsRow AnalyzeRow(RowPlace place, ScalarOperand<float> gradient_scale,
+                                            SharedStats* shared) {
+  return AnalyzeChunk(place, gradient_scale.Read(0), shared);
+}
+
+// By one thread. All blocks of the grid run at the same time, so every row is on its way.
+__device__ __forceinline__ void WaitForRows(const Word32* counter, Word32 num_rows) {
+  while (*const_cast<const volatile Word32*>(counter) < num_rows) {
+  }
+  __threadfence();
+}
+
+// By the whole block: the first block of a tile makes its row, and every block merges all rows.
+// The step's scalars are read while rows are on their way.
+template <typename Arguments>
+__device__ __forceinline__ Decision Analyze(const Arguments& args, const ChunkPlace& place,
+                                            FirstReads* first) {
+  __shared__ SharedStats shared;
+  __shared__ Decision decision;
+  const auto& analysis = args.analysis;
+  Word32* counter = &arrivals[args.options.arrival_counter];
+  if (blockIdx.x % kTileBlocks == 0) {
+    const RowPlace row_place{args.table.buffer(place.leaf, 1), place.flags, place.chunk, 0};
+    const StatsRow row = AnalyzeRow(row_place, analysis.gradient_scale, &shared);
+    if (threadIdx.x == 0) PublishRow(analysis.rows + blockIdx.x / kTileBlocks, row, counter);
+  }
+  *first = ReadScalarsFirst(args, 0);
+  if (threadIdx.x < 32) {
+    const Word32 num_rows = gridDim.x / kTileBlocks;
+    const float limit = args.step.ReadClipLimit(0);
+    if (threadIdx.x == 0) WaitForRows(counter, num_rows);
+    __syncwarp();
+    const StatsSums sums = MergeRows<true>(analysis.rows, num_rows);
+    if (threadIdx.x == 0) {
+      const StatsReport report = ReportOf(sums);
+      if (blockIdx.x == 0) WriteReport(analysis.merge, 0, sums);
+      decision.clip = args.options.clip == Clip::kValue
+                          ? ClipByValue(limit)
+                          : ClipByNorm(report.norm, report.scaled_norm, limit);
+      decision.nonfinite = analysis.skip_nonfinite && report.nonfinite != 0;
+    }
+  }
+  __syncthreads();
+  return decision;
 }
 
 // The dtypes of a leaf, known to the compiler or not.
@@ -198,7 +261,8 @@ struct AnyDTypes {
 
 template <typename Kernel, typename DTypes, typename Arguments>
 __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPlace& place,
-                                            HyperInput hyper, DTypes dtypes) {
+                                            HyperInput hyper, const Decision& decision,
+                                            DTypes dtypes) {
   constexpr DType kMoment = DType::kFloat32;
   constexpr bool kNesterov = Kernel::kNesterov;
   constexpr bool kHasMax = Kernel::kHasMax;
@@ -220,7 +284,7 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
     arrival = Arrive(args, hyper.count);
     hyper.count = __shfl_sync(0xffffffffu, hyper.count, 0);
   } else {
-    hyper = ReadHyperInput(args, place.member);
+    hyper = ReadHyperInput(args, place.chunk.member);
   }
   __shared__ __align__(16) HyperTerms terms;
   __shared__ GradientClip clip;
@@ -230,7 +294,8 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
   }
   // A warp of its own, beside the first one's work.
   if (args.options.clip != Clip::kOff && threadIdx.x == 32) {
-    clip = args.step.ReadClip(args.options.clip, place.member);
+    clip = Kernel::kAnalyzes ? decision.clip
+                             : args.step.ReadClip(args.options.clip, place.chunk.member);
   }
   __syncthreads();
   Vector grad = ToFloat(dtypes.grad, raw_grad);
@@ -250,7 +315,7 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
   if (kHasMax) {
     StoreRaw(kMoment, args.table.buffer(leaf, slots.nu_max), span, FromFloat(kMoment, next.nu_max));
   }
-  if (Kernel::kSmallGrid) CountStepIfLast(args, arrival);
+  if (Kernel::kSmallGrid) CountStepIfLast<Kernel>(args, arrival, false);
 }
 
 // With float32 parameters the code has a body for float32 and one for bfloat16 gradients: it then
@@ -259,31 +324,39 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
 // zero moments cost 1-2.5 % (all on an H200, 2026-11-29).
 template <typename Kernel, typename Arguments>
 __device__ __forceinline__ void UpdateOneChunk(const Arguments& args) {
-  const ChunkPlace place = LocateChunk(args);
+  const ChunkPlace place = LocateChunk<Kernel>(args);
   FirstReads first{};
-  if (Kernel::kSmallGrid) first = ReadScalarsFirst(args, place.member);
-  const bool skip = Kernel::kSmallGrid ? first.skip : args.step.Skips(place.member);
+  Decision decision{};
+  if constexpr (Kernel::kAnalyzes) {
+    decision = Analyze(args, place, &first);
+  } else if (Kernel::kSmallGrid) {
+    first = ReadScalarsFirst(args, place.chunk.member);
+  }
+  bool skip = Kernel::kSmallGrid ? first.skip : args.step.Skips(place.chunk.member);
+  skip |= decision.nonfinite;
   const HyperInput& hyper = first.hyper;
   if (skip) {
     SkipChunk<Kernel>(args, place.leaf, place.flags, place.span);
-    if (Kernel::kSmallGrid) CountStepIfLast(args, Arrive(args, hyper.count));
+    if (Kernel::kSmallGrid) CountStepIfLast<Kernel>(args, Arrive(args, hyper.count), true);
     return;
   }
   constexpr DType kF32 = DType::kFloat32;
   const DType grad = place.flags.grad_dtype;
   if (Kernel::kClass != LeafClass::kFloat32) {
-    UpdateChunk<Kernel>(args, place, hyper, AnyDTypes{place.flags.param_dtype, grad});
+    UpdateChunk<Kernel>(args, place, hyper, decision, AnyDTypes{place.flags.param_dtype, grad});
   } else if (grad == kF32) {
-    UpdateChunk<Kernel>(args, place, hyper, FixedDTypes<kF32, kF32>{});
+    UpdateChunk<Kernel>(args, place, hyper, decision, FixedDTypes<kF32, kF32>{});
   } else {
-    UpdateChunk<Kernel>(args, place, hyper, FixedDTypes<kF32, DType::kBfloat16>{});
+    UpdateChunk<Kernel>(args, place, hyper, decision, FixedDTypes<kF32, DType::kBfloat16>{});
   }
 }
 
 // What a kernel is compiled for.
-template <bool kSmall, LeafClass kLeafClass, Amsgrad kAmsgradKind, bool kNesterovMomentum>
+template <Grid kGrid, LeafClass kLeafClass, Amsgrad kAmsgradKind, bool kNesterovMomentum>
 struct Instance {
-  static constexpr bool kSmallGrid = kSmall;
+  static constexpr bool kSmallGrid = kGrid != Grid::kLarge;
+  static constexpr bool kAnalyzes = kGrid == Grid::kAnalyzing;
+  static constexpr int kBlockThreads = kAnalyzes ? kTileLanes : kThreads;
   static constexpr LeafClass kClass = kLeafClass;
   static constexpr bool kZeroMoments = kLeafClass == LeafClass::kFirstStep;
   static constexpr Amsgrad kAmsgrad = kAmsgradKind;
@@ -298,29 +371,34 @@ struct Instance {
 extern "C" __global__ void __launch_bounds__(kThreads)
     CountStep(const __grid_constant__ StepOperands step, long long num_counts) {
   const long long i = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i < num_counts) step.WriteCounts(i, step.ReadCounts(i));
+  if (i < num_counts) step.WriteCounts(i, step.ReadCounts(i), step.Skips(i));
 }
 
-// The entry points: one for each grid size, LeafClass and rule. A compilation at run time is for
-// one rule, JFA_ONLY_RULE (2 * amsgrad + nesterov), and one class, JFA_ONLY_CLASS.
-#define JFA_UPDATE_KERNEL(NAME, WORDS, SMALL, CLASS, AMSGRAD, NESTEROV)            \
-  extern "C" __global__ void __launch_bounds__(kThreads)                           \
-      NAME(const __grid_constant__ UpdateArguments<WORDS> args) {                  \
-    UpdateOneChunk<Instance<SMALL, LeafClass::k##CLASS, AMSGRAD, NESTEROV>>(args); \
+// The entry points: one for each grid, LeafClass and rule; with an analysis for the common class
+// only. A compilation at run time is for one rule, JFA_ONLY_RULE (2 * amsgrad + nesterov), and one
+// class, JFA_ONLY_CLASS.
+#define JFA_KERNEL(NAME, ARGUMENTS, THREADS, GRID, CLASS, AMSGRAD, NESTEROV)            \
+  extern "C" __global__ void __launch_bounds__(THREADS)                                 \
+      NAME(const __grid_constant__ ARGUMENTS args) {                                    \
+    UpdateOneChunk<Instance<Grid::GRID, LeafClass::k##CLASS, AMSGRAD, NESTEROV>>(args); \
   }
-#define JFA_CLASS_KERNELS(CLASS, RULE, AMSGRAD, NESTEROV)                                    \
-  JFA_UPDATE_KERNEL(UpdateSmall##CLASS##Rule##RULE, kSmallTableWords, true, CLASS, AMSGRAD,  \
-                    NESTEROV)                                                                \
-  JFA_UPDATE_KERNEL(UpdateLarge##CLASS##Rule##RULE, kLargeTableWords, false, CLASS, AMSGRAD, \
-                    NESTEROV)
+#define JFA_CLASS_KERNELS(CLASS, RULE, ...)                                                       \
+  JFA_KERNEL(UpdateSmall##CLASS##Rule##RULE, UpdateArguments<kSmallTableWords>, kThreads, kSmall, \
+             CLASS, __VA_ARGS__)                                                                  \
+  JFA_KERNEL(UpdateLarge##CLASS##Rule##RULE, UpdateArguments<kLargeTableWords>, kThreads, kLarge, \
+             CLASS, __VA_ARGS__)
+#define JFA_FLOAT32_KERNELS(RULE, ...)                                                             \
+  JFA_CLASS_KERNELS(Float32, RULE, __VA_ARGS__)                                                    \
+  JFA_KERNEL(AnalyzeAndUpdateFloat32Rule##RULE, AnalyzeAndUpdateArguments, kTileLanes, kAnalyzing, \
+             Float32, __VA_ARGS__)
 
 #if !defined(JFA_ONLY_CLASS)
 #define JFA_UPDATE_KERNELS(...)            \
-  JFA_CLASS_KERNELS(Float32, __VA_ARGS__)  \
+  JFA_FLOAT32_KERNELS(__VA_ARGS__)         \
   JFA_CLASS_KERNELS(AnyDType, __VA_ARGS__) \
   JFA_CLASS_KERNELS(FirstStep, __VA_ARGS__)
 #elif JFA_ONLY_CLASS == 0
-#define JFA_UPDATE_KERNELS(...) JFA_CLASS_KERNELS(Float32, __VA_ARGS__)
+#define JFA_UPDATE_KERNELS(...) JFA_FLOAT32_KERNELS(__VA_ARGS__)
 #elif JFA_ONLY_CLASS == 1
 #define JFA_UPDATE_KERNELS(...) JFA_CLASS_KERNELS(AnyDType, __VA_ARGS__)
 #else

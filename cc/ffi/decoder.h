@@ -9,6 +9,7 @@
 
 #include "core/dtype.h"
 #include "core/scalars.h"
+#include "core/stats.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jfa {
@@ -24,6 +25,9 @@ inline ffi::Error InternalError(const std::string& text) {
   if (text.empty()) return ffi::Error::Success();
   return ffi::Error::Internal("jax_fused_adamw: " + text);
 }
+
+// 32-bit words of a StatsRow.
+inline constexpr std::int64_t kRowElements = 3;
 
 // Products with as many members fit 64 bits.
 inline constexpr std::int64_t kMaxMembers = std::int64_t{1} << 40;
@@ -79,6 +83,12 @@ class Decoder {
            std::to_string(buffer.element_count()));
     }
     return static_cast<T*>(buffer.untyped_data());
+  }
+
+  // Rows as JAX has them.
+  StatsRow* Rows(std::size_t index, std::int64_t num_rows, const char* name) {
+    return reinterpret_cast<StatsRow*>(
+        Values<Word32>(index, ffi::U32, num_rows * kRowElements, name));
   }
 
   DType LeafDType(const ffi::AnyBuffer& buffer, const char* kind, std::size_t leaf) {

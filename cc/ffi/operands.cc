@@ -12,15 +12,20 @@ struct Attributes {
   std::int64_t num_after;
   bool count_step;
   bool skip_nonfinite;
+  bool analyze;
   ffi::Span<const std::uint8_t> decays;
   ffi::Span<const std::uint8_t> traced;
 };
+
+// norm, scaled_norm, max_abs, nonfinite, merged, rows.
+constexpr std::size_t kNumReportResults = 6;
 
 // Where scalars and leaves lie among arguments and results.
 struct Frame {
   std::size_t num_leaves;
   std::size_t num_norms;       // norm, scaled_norm: 2 or 0
   std::size_t num_nonfinite;   // 1 or 0
+  std::size_t num_scales;      // gradient_scale: 1 or 0
   std::size_t num_counts;      // skipped, consecutive: 2 or 0
   std::size_t first_leaf;      // index of the first parameter
   std::size_t argument_kinds;  // params, grads [, mu, nu [, nu_max]]
@@ -28,10 +33,11 @@ struct Frame {
 
   explicit Frame(const Attributes& attributes)
       : num_leaves(attributes.decays.size()),
-        num_norms(attributes.options.clip == Clip::kNorm ? 2 : 0),
-        num_nonfinite(attributes.skip_nonfinite ? 1 : 0),
+        num_norms(attributes.options.clip == Clip::kNorm && !attributes.analyze ? 2 : 0),
+        num_nonfinite(attributes.skip_nonfinite && !attributes.analyze ? 1 : 0),
+        num_scales(attributes.analyze ? 1 : 0),
         num_counts(attributes.count_step ? 2 : 0),
-        first_leaf(3 + num_norms + num_nonfinite + num_counts +
+        first_leaf(3 + num_norms + num_nonfinite + num_scales + num_counts +
                    static_cast<std::size_t>(attributes.num_after)) {
     const bool has_nu_max = attributes.options.amsgrad != Amsgrad::kOff;
     for (const std::uint8_t is_traced : attributes.traced) first_leaf += is_traced != 0;
@@ -40,7 +46,12 @@ struct Frame {
   }
   std::size_t num_arguments() const { return first_leaf + num_leaves * argument_kinds; }
   std::size_t first_count_result() const { return num_leaves * result_kinds; }
-  std::size_t num_results() const { return first_count_result() + (num_counts > 0 ? 3 : 0); }
+  std::size_t first_report_result() const {
+    return first_count_result() + (num_counts > 0 ? 3 : 0);
+  }
+  std::size_t num_results() const {
+    return first_report_result() + (num_scales > 0 ? kNumReportResults : 0);
+  }
 };
 
 void DecodeCounts(Decoder& decoder, const Frame& frame, std::size_t next, StepOperands* step) {
@@ -59,7 +70,8 @@ void DecodeCounts(Decoder& decoder, const Frame& frame, std::size_t next, StepOp
   }
 }
 
-StepOperands DecodeStep(Decoder& decoder, const Frame& frame, const Attributes& attributes) {
+StepOperands DecodeStep(Decoder& decoder, const Frame& frame, const Attributes& attributes,
+                        ScalarOperand<float>* gradient_scale) {
   StepOperands step;
   std::size_t next = 0;
   step.count = decoder.Scalar<int>(next++, ffi::S32, "count");
@@ -78,6 +90,9 @@ StepOperands DecodeStep(Decoder& decoder, const Frame& frame, const Attributes& 
   }
   if (frame.num_nonfinite > 0) {
     step.nonfinite = decoder.Scalar<int>(next++, ffi::S32, "nonfinite");
+  }
+  if (frame.num_scales > 0) {
+    *gradient_scale = decoder.Scalar<float>(next++, ffi::F32, "gradient_scale");
   }
   if (frame.num_counts > 0) DecodeCounts(decoder, frame, next, &step);
   return step;
@@ -115,6 +130,38 @@ LeafOperands DecodeLeaf(Decoder& decoder, const Frame& frame, std::size_t leaf) 
   return operands;
 }
 
+// Of the gradients of the leaves, which are decoded already.
+StepAnalysis DecodeAnalysis(Decoder& decoder, const Frame& frame, bool skip_nonfinite,
+                            const std::vector<LeafOperands>& leaves,
+                            ScalarOperand<float> gradient_scale) {
+  StepAnalysis analysis{};
+  analysis.skip_nonfinite = skip_nonfinite;
+  AnalyzeOperands& gradients = analysis.gradients;
+  gradients.gradient_scale = gradient_scale;
+  gradients.members = 1;
+  gradients.chunk_elements = kStatsTileElements;
+  for (const LeafOperands& leaf : leaves) {
+    gradients.leaves.push_back({leaf.grad, leaf.num_elements, leaf.grad_dtype});
+  }
+  const long long num_rows = gradients.RowsPerMember();
+  if (decoder.members() != 1 || num_rows > kMergeFanIn) {
+    decoder.Fail("analyze: expected one member, and no more rows than one merge takes");
+  }
+  std::size_t next = frame.first_report_result();
+  MergeOperands& report = analysis.report;
+  report.members = 1;
+  report.rows_per_member = num_rows;
+  report.segments = {{0, num_rows}};
+  report.norm = decoder.Values<float>(next++, ffi::F32, 1, "norm");
+  report.scaled_norm = decoder.Values<float>(next++, ffi::F32, 1, "scaled_norm");
+  report.max_abs = decoder.Values<float>(next++, ffi::F32, 1, "max_abs");
+  report.nonfinite = decoder.Values<int>(next++, ffi::S32, 1, "nonfinite");
+  report.merged = decoder.Rows(next++, 1, "merged");
+  gradients.rows = decoder.Rows(next++, num_rows, "rows");
+  report.rows = gradients.rows;
+  return analysis;
+}
+
 ffi::ErrorOr<Attributes> DecodeAttributes(const ffi::Dictionary& dictionary) {
   Attributes attributes{};
   UpdateOptions& options = attributes.options;
@@ -124,6 +171,7 @@ ffi::ErrorOr<Attributes> DecodeAttributes(const ffi::Dictionary& dictionary) {
   const bool complete = Get<std::int64_t>(dictionary, "amsgrad", &amsgrad) &&
                         Get<std::int64_t>(dictionary, "clip", &clip) &&
                         Get<bool>(dictionary, "skip_nonfinite", &attributes.skip_nonfinite) &&
+                        Get<bool>(dictionary, "analyze", &attributes.analyze) &&
                         Get<bool>(dictionary, "nesterov", &options.nesterov) &&
                         Get<bool>(dictionary, "maximize", &options.maximize) &&
                         Get<bool>(dictionary, "write_params", &options.write_params) &&
@@ -167,9 +215,10 @@ ffi::ErrorOr<UpdateOperands> DecodeUpdate(ffi::RemainingArgs args, ffi::Remainin
   }
   const std::int64_t members = attributes.options.members;
   Decoder decoder(args, rets, members);
-  UpdateOperands operands;
+  UpdateOperands operands{};
+  ScalarOperand<float> gradient_scale;
   operands.options = attributes.options;
-  operands.step = DecodeStep(decoder, frame, attributes);
+  operands.step = DecodeStep(decoder, frame, attributes, &gradient_scale);
   operands.leaves.reserve(frame.num_leaves);
   for (std::size_t leaf = 0; leaf < frame.num_leaves && decoder.ok(); ++leaf) {
     operands.leaves.push_back(DecodeLeaf(decoder, frame, leaf));
@@ -178,6 +227,11 @@ ffi::ErrorOr<UpdateOperands> DecodeUpdate(ffi::RemainingArgs args, ffi::Remainin
       decoder.Fail(LeafName("parameter", leaf) + ": not divisible into " + std::to_string(members) +
                    " members");
     }
+  }
+  operands.analyzes = attributes.analyze;
+  if (operands.analyzes && decoder.ok()) {
+    operands.analysis =
+        DecodeAnalysis(decoder, frame, attributes.skip_nonfinite, operands.leaves, gradient_scale);
   }
   if (!decoder.ok()) return ffi::Unexpected(decoder.error());
   return operands;

@@ -2,16 +2,21 @@
 // dtypes only, never contents: on a GPU the pointers are device memory.
 //
 //   arguments  count, skip_update, hyper_bits, traced... [, norm, scaled_norm] [, nonfinite]
-//              [, skipped, consecutive] (core/scalars.h), then num_after arrays that the call waits
-//              for and does not read, then params..., grads... [, mu..., nu... [, nu_max...]]
+//              [, gradient_scale] [, skipped, consecutive] (core/scalars.h), then num_after arrays
+//              that the call waits for and does not read, then params..., grads...
+//              [, mu..., nu... [, nu_max...]]
 //   results    params... (write_params) or updates..., mu..., nu... [, nu_max...]
 //              [, count, skipped, consecutive]
+//              [, norm, scaled_norm, max_abs, nonfinite, merged, rows]
 //   attributes amsgrad, members, num_after i64, nesterov, maximize, write_params bool,
 //              count_step bool: the counters are arguments and results,
 //              zero_moments bool: mu, nu, nu_max are zero and no arguments,
 //              decays u8[leaves]: does weight decay apply,
 //              clip i64 (core/clip.h; by the norm: norm and scaled_norm are arguments),
 //              skip_nonfinite bool: nonfinite is an argument,
+//              analyze bool: the call makes the report of its gradients itself: what it reads of
+//              one is no argument, but gradient_scale, float32, and the report and its rows are
+//              results (core/stats.h),
 //              traced u8[8]: is the hyperparameter an operand of its own
 //
 // Python has checked all of this with the leaves' names; these checks guard the memory.
@@ -26,6 +31,7 @@
 #include "core/leaf.h"
 #include "core/options.h"
 #include "core/scalars.h"
+#include "core/stats_operands.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jfa {
@@ -38,6 +44,8 @@ struct UpdateOperands {
   UpdateOptions options;
   StepOperands step;
   std::vector<LeafOperands> leaves;
+  bool analyzes;
+  StepAnalysis analysis;  // if it does
 };
 
 // Buffers and attributes of a call, or what is wrong with them.

@@ -7,7 +7,6 @@
 namespace jfa {
 namespace {
 
-constexpr std::int64_t kRowElements = 3;
 constexpr std::size_t kNumMergeResults = 6;
 
 ffi::ErrorOr<std::int64_t> DecodeMembers(const ffi::Dictionary& attributes) {
@@ -15,12 +14,6 @@ ffi::ErrorOr<std::int64_t> DecodeMembers(const ffi::Dictionary& attributes) {
   const bool found = Get<std::int64_t>(attributes, "members", &members);
   if (found && members >= 1 && members <= kMaxMembers) return members;
   return ffi::Unexpected(Invalid("members must be 1 or more"));
-}
-
-// Rows as JAX has them.
-StatsRow* Rows(Decoder& decoder, std::size_t index, std::int64_t num_rows, const char* name) {
-  return reinterpret_cast<StatsRow*>(
-      decoder.Values<Word32>(index, ffi::U32, num_rows * kRowElements, name));
 }
 
 // All but the rows themselves, of which each member has `rows_per_member`.
@@ -49,8 +42,8 @@ MergeOperands DecodeReports(Decoder& decoder, const ffi::Dictionary& attributes,
   operands.scaled_norm = decoder.Values<float>(1, ffi::F32, reports, "scaled_norm");
   operands.max_abs = decoder.Values<float>(2, ffi::F32, reports, "max_abs");
   operands.nonfinite = decoder.Values<int>(3, ffi::S32, reports, "nonfinite");
-  operands.merged = Rows(decoder, 4, reports, "merged");
-  operands.scratch = Rows(decoder, 5, operands.members * operands.ScratchPerMember(), "scratch");
+  operands.merged = decoder.Rows(4, reports, "merged");
+  operands.scratch = decoder.Rows(5, operands.members * operands.ScratchPerMember(), "scratch");
   return operands;
 }
 
@@ -91,7 +84,7 @@ ffi::ErrorOr<StatsOperands> DecodeAnalyze(ffi::RemainingArgs args, ffi::Remainin
   if (!decoder.ok()) return ffi::Unexpected(decoder.error());
   const std::int64_t rows_per_member = operands.analyze.RowsPerMember();
   operands.merge = DecodeReports(decoder, attributes, rows_per_member);
-  operands.analyze.rows = Rows(decoder, kNumMergeResults, *members * rows_per_member, "rows");
+  operands.analyze.rows = decoder.Rows(kNumMergeResults, *members * rows_per_member, "rows");
   operands.merge.rows = operands.analyze.rows;
   if (!decoder.ok()) return ffi::Unexpected(decoder.error());
   return operands;

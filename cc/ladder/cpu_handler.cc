@@ -13,7 +13,7 @@ ffi::Error LadderImpl(ffi::RemainingArgs args, ffi::RemainingRets rets,
   if (!operands.has_value()) return operands.error();
   const ScopedDefaultFloatEnv float_env;
   UpdateInALoop(MakeSteps(operands->step, operands->options)[0], operands->leaves);
-  operands->step.WriteCounts(0, operands->step.ReadCounts(0));
+  operands->step.WriteCounts(0, operands->step.ReadCounts(0), operands->step.Skips(0));
   return ffi::Error::Success();
 }
 

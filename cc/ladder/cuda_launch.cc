@@ -15,7 +15,7 @@ Kernel GetRung(Rung rung) {
 
 // The optimizer's own: counting is no part of what the rungs show.
 Kernel GetCounter() {
-  return GetCountStepKernel({false, LeafClass::kFloat32, Amsgrad::kOff, false});
+  return GetCountStepKernel({Grid::kLarge, LeafClass::kFloat32, Amsgrad::kOff, false});
 }
 
 std::string LaunchLeaf(CuStream stream, const Kernel& kernel, int elements_per_block,

@@ -109,7 +109,7 @@ def _native_step(target: str, rung: int) -> Step:
         config = UpdateConfig(decays=(True,) * len(params), count_step=True)
         counters = [state.count, state.skipped, state.consecutive]
         scalars = Scalars(
-            state.count, np.bool_(False), hyper_bits, [], [], [], counters[1:]
+            state.count, np.bool_(False), hyper_bits, [], [], [], [], counters[1:]
         )
         buffers = Buffers(params, grads, state.mu, state.nu, [])
         results = [*params, *state.mu, *state.nu, *counters]

@@ -1,0 +1,158 @@
+"""The step of a small tree that clips or skips: statistics and update in one call.
+
+A kernel call that waits for another costs a small tree more than its arithmetic. On one
+device the kernels of ``analyze_gradient`` and of the update are therefore one FFI call,
+on a GPU one launch. Wherever there is more than one device or member, the call takes
+itself apart into the two, which know how to partition and to batch.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_fused_adamw import _ffi
+from jax_fused_adamw._operands import (
+    Buffers,
+    Operands,
+    Results,
+    Scalars,
+    UpdateConfig,
+    flatten,
+    flatten_results,
+    unflatten,
+    unflatten_results,
+)
+from jax_fused_adamw._primitives import (
+    aliases,
+    attributes,
+    fused_update,
+    refuse_derivative,
+    update_shapes,
+)
+from jax_fused_adamw._stats import Analysis, GradReport, analysis_of
+from jax_fused_adamw._stats_plan import ROW_ELEMENTS
+from jax_fused_adamw._stats_primitives import TILE_ELEMENTS, num_rows
+
+# What one launch takes at most, about: more leaves fill its table, and more elements
+# more blocks than run at the same time. Beyond, launches are no longer what costs.
+_MAX_LEAVES = 64
+_MAX_ELEMENTS = 2**20
+
+analyzed_update_p = Primitive("fused_adamw_analyzed_update")
+analyzed_update_p.multiple_results = True
+
+
+def suits(buffers: Buffers) -> bool:
+    """Whether the tree is small, and on no mesh as far as its types tell.
+
+    In Auto mode they do not; the lowering knows.
+    """
+    leaves = buffers.params
+    return (
+        0 < len(leaves) <= _MAX_LEAVES
+        and sum(math.prod(jnp.shape(leaf)) for leaf in leaves) <= _MAX_ELEMENTS
+        and jax.sharding.get_abstract_mesh().empty
+        and all(jax.typeof(x).sharding.mesh.empty for kind in buffers for x in kind)
+    )
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def analyze_and_update(
+    config: UpdateConfig, scale: jax.Array, scalars: Scalars, buffers: Buffers
+) -> tuple[Results, Analysis]:
+    """One step over all leaves, by the statistics of its own gradients.
+
+    Args:
+      config: of the update, with ``clip`` or ``skip_nonfinite``.
+      scale: float32[]: of the gradients.
+      scalars: without what the update reads of a report.
+      buffers: checked leaves that :func:`suits`.
+    """
+    config = dataclasses.replace(config, analyze=True)
+    operands = Operands(scalars._replace(gradient_scale=[scale]), [], buffers)
+    flat = analyzed_update_p.bind(*flatten(operands), config=config)
+    results = unflatten_results(config, flat)
+    norm, scaled_norm, max_abs, nonfinite, *_ = results.report
+    report = GradReport(norm, max_abs, nonfinite)
+    return results._replace(report=()), Analysis(report, scaled_norm)
+
+
+def _report_shapes(params: Sequence) -> list[ShapedArray]:
+    """Of norm, scaled norm, max_abs, nonfinite, then of the merged row and of rows."""
+    rows = sum(num_rows(math.prod(x.shape), TILE_ELEMENTS) for x in params)
+    return [
+        *(ShapedArray((), dtype) for dtype in 3 * (jnp.float32,)),
+        ShapedArray((), jnp.int32),
+        ShapedArray((1, ROW_ELEMENTS), jnp.uint32),
+        ShapedArray((rows, ROW_ELEMENTS), jnp.uint32),
+    ]
+
+
+@analyzed_update_p.def_abstract_eval
+def _shape_rule(*avals, config: UpdateConfig):
+    params = unflatten(config, avals).buffers.params
+    return [*update_shapes(*avals, config=config), *_report_shapes(params)]
+
+
+def _in_two_calls(*operands, config: UpdateConfig):
+    """The same as an analysis and an update, for any platform and placement."""
+    scalars, _, buffers = unflatten(config, operands)
+    analysis = analysis_of(buffers.grads, *scalars.gradient_scale, None, "ffi")
+    plain = dataclasses.replace(config, analyze=False)
+    scalars = analysis.inform(scalars._replace(gradient_scale=[]), plain)
+    results = fused_update(plain, "ffi", Operands(scalars, [], buffers))
+    report = analysis.report
+    rows = [jnp.zeros(x.shape, x.dtype) for x in _report_shapes(buffers.params)[4:]]
+    values = (report.norm, analysis.scaled_norm, report.max_abs, report.nonfinite)
+    return flatten_results(results._replace(report=[*values, *rows]))
+
+
+_lower_two_calls = mlir.lower_fun(_in_two_calls, multiple_results=True)
+
+
+def _native_lowering(platform: str, ctx, *operands, config: UpdateConfig):
+    _ffi.require_module(platform)
+    if getattr(ctx.module_context.axis_context, "num_devices", None) != 1:
+        return _lower_two_calls(ctx, *operands, config=config)
+    call = jax.ffi.ffi_lowering(
+        _ffi.UPDATE_TARGET, operand_output_aliases=aliases(config)
+    )
+    return call(ctx, *operands, **attributes(config))
+
+
+for _platform in ("cpu", "cuda"):
+    mlir.register_lowering(
+        analyzed_update_p,
+        functools.partial(_native_lowering, _platform),
+        platform=_platform,
+    )
+mlir.register_lowering(analyzed_update_p, _lower_two_calls)
+
+
+def _batching_rule(args, axes, *, config: UpdateConfig):
+    in_two_calls = functools.partial(_in_two_calls, config=config)
+    results = jax.vmap(in_two_calls, in_axes=axes)(*args)
+    return results, (0,) * len(results)
+
+
+batching.primitive_batchers[analyzed_update_p] = _batching_rule
+ad.primitive_jvps[analyzed_update_p] = refuse_derivative
+
+
+@analyzed_update_p.def_impl
+def _impl(*operands, config: UpdateConfig):
+    # Under jax.disable_jit a jitted bind would come back here, for ever.
+    with jax.disable_jit(False):
+        return _jitted(config)(*operands)
+
+
+@functools.cache
+def _jitted(config: UpdateConfig):
+    return jax.jit(functools.partial(analyzed_update_p.bind, config=config))
