@@ -178,17 +178,28 @@ def test_handler_checks_what_reaches_it():
         members=1,
         num_after=0,
         clip=0,
+        analyze=False,
+        size=3,
+        rows=1,
     ):
-        leaf = jnp.ones(3)
-        out = jax.ShapeDtypeStruct((3,), jnp.float32)
-        return jax.ffi.ffi_call(_ffi.UPDATE_TARGET, (out,) * 3)(
+        leaf = jnp.ones(size)
+        float32, words = jnp.float32, jnp.uint32
+        results = [((size,), float32)] * 3
+        if analyze:
+            results += [((), float32)] * 3
+            results += [((), jnp.int32), ((1, 3), words), ((rows, 3), words)]
+        return jax.ffi.ffi_call(
+            _ffi.UPDATE_TARGET, [jax.ShapeDtypeStruct(*result) for result in results]
+        )(
             jnp.ones((), count_dtype),
             jnp.array(False),
             jnp.zeros((8, 2), jnp.uint32),
+            *([jnp.float32(1.0)] if analyze else []),
             leaf,
             leaf,
-            jnp.ones(moments),
+            jnp.ones(size if moments == 3 else moments),
             leaf,
+            analyze=np.bool_(analyze),
             amsgrad=np.int64(0),
             clip=np.int64(clip),
             count_step=np.bool_(False),
@@ -204,7 +215,11 @@ def test_handler_checks_what_reaches_it():
         )
 
     jax.block_until_ready(call())
+    assert jax.block_until_ready(call(analyze=True, clip=1))[5] == 1.0  # max_abs
     for arguments, text in (
+        (dict(analyze=True, rows=2), "rows: expected 3 elements, got 6"),
+        (dict(analyze=True, members=3), "expected one member"),
+        (dict(analyze=True, size=1024 * 4096 + 1, rows=1025), "one merge"),
         (dict(count_dtype=jnp.float32), "count"),
         (dict(moments=4), "mu of leaf 0: expected 3 elements, got 4"),
         (dict(traced=(1,) + (0,) * 7), "operands"),
