@@ -4,7 +4,8 @@
 set(JFA_CUDA_HEADERS
   core/adamw.h core/chunks.h core/clip.h core/counts.h core/dtype.h core/macros.h core/scalars.h
   core/stats.h
-  cuda/io.cuh cuda/stats_tile.cuh cuda/table.h cuda/tuning.h)
+  cuda/analyze_and_update.cuh cuda/io.cuh cuda/stats_tile.cuh cuda/table.h cuda/tuning.h
+  cuda/update_chunk.cuh)
 set(JFA_CUDA_KERNELS cuda/update_kernel.cu cuda/stats_kernel.cu ladder/ladder_kernel.cu)
 set(JFA_CUDA_EMBEDDED ${CMAKE_CURRENT_BINARY_DIR}/embedded.cc)
 set(jfa_cuda_sources ${JFA_CUDA_HEADERS} ${JFA_CUDA_KERNELS})

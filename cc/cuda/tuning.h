@@ -43,9 +43,13 @@ constexpr int kMergeThreads = 1024;
 // made two, and 4.2 us in one (H200, 2026-11-29).
 constexpr int kSmallGridBlocks = 1024;
 
-// Blocks of AnalyzeAndUpdate for a tile of the statistics, each of a thread a tile's lane and a
-// vector a thread.
+// Blocks of AnalyzeAndUpdate for a tile of the statistics: of a thread for each lane of the tile,
+// with one vector each.
 constexpr int kTileBlocks = 4;
+
+// Blocks of it on a multiprocessor at least. They all run at the same time, so that is what limits
+// its trees: 3 allow 80 registers, and on an H200's 132 multiprocessors 99 tiles.
+constexpr int kAnalyzeAndUpdateBlocks = 3;
 
 // Arrival counters, one for each address where a new count or a report has been written: 1 MiB of
 // the device's memory. When they run out, which a process that reuses its memory does not reach, a
