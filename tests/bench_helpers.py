@@ -35,7 +35,10 @@ def canned_profile(lines, plane=_measure.GPU_PLANE):
                 lines=[
                     SimpleNamespace(
                         name=name,
-                        events=[SimpleNamespace(duration_ns=d) for d in durations],
+                        events=[
+                            SimpleNamespace(name="kernel", duration_ns=d)
+                            for d in durations
+                        ],
                     )
                     for name, durations in lines.items()
                 ],
@@ -47,10 +50,10 @@ def canned_profile(lines, plane=_measure.GPU_PLANE):
 def on_a_gpu(monkeypatch, num_events):
     """Runs the steps here and reads the device's time from a canned profile."""
 
-    def profile_device(run, steps):
+    def profile_device(run, steps, num_devices):
         run()
         events = {"Stream #13(Compute)": [2000.0] * num_events(steps)}
-        return _measure.read_device_time(canned_profile(events), steps)
+        return _measure.read_device_time(canned_profile(events), steps, num_devices)
 
     monkeypatch.setattr(_protocol, "has_profiler", lambda: True)
     monkeypatch.setattr(_protocol, "profile_device", profile_device)

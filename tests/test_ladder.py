@@ -154,7 +154,7 @@ def test_cuda_rungs_launch_a_kernel_a_leaf_and_one_that_counts(run_ladder):
 def test_host_rung_is_timed_by_the_clock_where_there_is_a_profiler(
     run_ladder, monkeypatch
 ):
-    def profile_device(run, steps):
+    def profile_device(run, steps, num_devices):
         run()
         return _measure.DeviceTime(us=1.0, launches=1)
 

@@ -5,7 +5,8 @@ import pathlib
 import pytest
 
 from jax_fused_adamw import _machine
-from jax_fused_adamw.bench import _report, _results, _train_report
+from jax_fused_adamw.bench import _results
+from jax_fused_adamw.bench._reports import report_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 FILES = sorted((ROOT / "results").glob("*.json"))
@@ -16,9 +17,7 @@ def test_readme_shows_the_file(file):
     pages = [ROOT / "README.md", ROOT / "notebooks" / "README.md"]
     text = "\n".join(page.read_text() for page in pages)
     results = _results.read(file)
-    is_train = results.kind == _results.TrainResults.kind
-    table = (_train_report if is_train else _report).render_table(results)
-    assert table in text
+    assert report_of(results).render_table(results) in text
     assert f"results/{file.name}" in text
     assert results.machine["command"] and results.machine["versions"]["jax"]
 

@@ -296,7 +296,7 @@ def test_without_gradients_alone_there_is_no_share(run_toy, monkeypatch):
 def profiler(monkeypatch):
     """2 us of gradients an update, 1 us more of optax, half of that of ours."""
 
-    def profile_device(run, steps):
+    def profile_device(run, steps, num_devices):
         run()
         optimizer = run.func.__self__._optimizer
         us, launches = {None: (8.0, 40), OURS: (10.0, 48)}.get(
@@ -318,7 +318,7 @@ def test_device_time_of_an_update_is_split(run_toy, profiler):
 
 
 def test_lost_events_leave_no_share(run_toy, profiler, monkeypatch):
-    def profile_device(run, steps):
+    def profile_device(run, steps, num_devices):
         run()
         raise _measure.LostEvents("the profiler saw 5 events in 2 steps")
 

@@ -31,9 +31,9 @@ from jax_fused_adamw.bench._torch import TorchStepper
 _MAX_ERRORS = 5
 _ULP = 2.0**-23
 # How far a norm may be from the exact one. That of grad_stats is within a few ulp.
-_OUR_ERROR = 4 * _ULP
+OUR_ERROR = 4 * _ULP
 # One float32 sum of squares a leaf, in XLA's order: 1e-7 off for GPT-2 on a CPU.
-_OPTAX_ERROR = 5e-6
+OPTAX_ERROR = 5e-6
 # torch adds 1e-6 to the norm. On a CPU it adds up a leaf in a few float32 sums, 1e-3
 # off for 30 M elements and 1e-2 for 134 M: there the row is wrong.
 _TORCH_ERROR = 1e-6 / MAX_GRAD_NORM + 5e-6
@@ -60,14 +60,14 @@ def _build_skipped_clip(problem: Problem) -> NanStepper:
     return NanStepper(problem, tx, lambda p, s, g: jfa.step(tx, g, s, p))
 
 
-def _clipped(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+def clipped(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(MAX_GRAD_NORM), tx)
 
 
 def _clipped_if_finite(
     tx: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-    return optax.apply_if_finite(_clipped(tx), _MAX_ERRORS)
+    return optax.apply_if_finite(clipped(tx), _MAX_ERRORS)
 
 
 class ClippedTorchStepper(TorchStepper):
@@ -107,7 +107,7 @@ class ClippedTorchStepper(TorchStepper):
 _Clip = functools.partial(Row, num_bytes=clipped_bytes, peer="optax.adamw+clip")
 
 CLIP_ROWS = (
-    _Clip("step+clip", _build_clip, ours=True, norm_error=_OUR_ERROR),
+    _Clip("step+clip", _build_clip, ours=True, norm_error=OUR_ERROR),
     _Clip(
         "skipped+clip",
         _build_skipped_clip,
@@ -117,15 +117,15 @@ CLIP_ROWS = (
     ),
     _Clip(
         "optax.adamw+clip",
-        functools.partial(build_optax, wrap=_clipped),
+        functools.partial(build_optax, wrap=clipped),
         optax_amsgrad=True,
-        norm_error=_OPTAX_ERROR,
+        norm_error=OPTAX_ERROR,
     ),
     _Clip(
         "optax.adamw+clip+if_finite",
         functools.partial(build_optax, wrap=_clipped_if_finite),
         optax_amsgrad=True,
-        norm_error=_OPTAX_ERROR,
+        norm_error=OPTAX_ERROR,
     ),
     _Clip(
         "torch-fused+clip",

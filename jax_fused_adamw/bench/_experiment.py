@@ -73,7 +73,7 @@ def run_bench(
         return Results(
             machine=machine,
             load={"before": before, "after": describe_load()},
-            setting=_setting(options),
+            setting=describe_setting(options),
             limit=dataclasses.asdict(limit),
             models=measured,
         )
@@ -84,7 +84,7 @@ def run_bench(
     return results()
 
 
-def _setting(options: Options) -> dict[str, Any]:
+def describe_setting(options: Options) -> dict[str, Any]:
     names = ("LEARNING_RATE", "B1", "B2", "EPS", "WEIGHT_DECAY", "START_COUNT")
     hyperparameters = {
         name.lower(): getattr(_problem, name) for name in (*names, "MAX_GRAD_NORM")
@@ -92,7 +92,7 @@ def _setting(options: Options) -> dict[str, Any]:
     return {**dataclasses.asdict(options), **hyperparameters}
 
 
-def _row_result(entry: Entry, problem: Problem, limit: Limit) -> RowResult:
+def row_result(entry: Entry, problem: Problem, limit: Limit) -> RowResult:
     row = entry.row
     if entry.status != MEASURED:
         return RowResult(row.name, row.ours, entry.status, entry.reason, peer=row.peer)
@@ -127,7 +127,7 @@ def _measure_model(
     with _protocol.fitting(name, "choose a smaller model with --shape"):
         jax.block_until_ready(problem.grads)
         entries = _protocol.run_rows(name, problem, rows, expected, options.samples)
-    results = [_row_result(entry, problem, limit) for entry in entries]
+    results = [row_result(entry, problem, limit) for entry in entries]
     return ModelResult(name, len(leaves), num_parameters(leaves), results)
 
 

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import glob
+import re
 import statistics
 import tempfile
 import time
@@ -15,7 +16,12 @@ import numpy as np
 
 from jax_fused_adamw._machine import num_processors
 
-GPU_PLANE = "/device:GPU:0"
+_PLANE = "/device:GPU:{}"
+GPU_PLANE = _PLANE.format(0)
+# NCCL's kernels, and those that XLA has of its own for small messages.
+_COMMUNICATION = re.compile(
+    "nccl|all_?reduce|all_?gather|reduce_?scatter|multi_?gpu", re.IGNORECASE
+)
 _CPU_COPY_BYTES = 1 << 28  # beyond any cache but the very largest
 _GPU_COPY_BYTES = 1 << 30
 _COPIES = 20
@@ -23,45 +29,69 @@ _COPIES = 20
 
 @dataclasses.dataclass(frozen=True)
 class DeviceTime:
-    """What the device did in a step.
+    """What a device did in a step; of several, the one that was busy the longest.
 
     Attributes:
       us: durations of its events added up, gaps between them left out.
       launches: events, which are kernels and copies.
+      communication_us: of ``us``, the kernels that talk to other devices, with the
+        time in which they wait for those.
+      median_us: the median over several devices; None of a single one.
     """
 
     us: float
     launches: int
+    communication_us: float = 0.0
+    median_us: float | None = None
 
 
 class LostEvents(Exception):
     """The profile is not that of equal steps, so its sum is not their time."""
 
 
-def read_device_time(profile: Any, steps: int) -> DeviceTime:
-    """Adds up the first GPU's stream events of a ``jax.profiler.ProfileData``.
+def read_device_time(profile: Any, steps: int, num_devices: int = 1) -> DeviceTime:
+    """Adds up the stream events of each GPU in a ``jax.profiler.ProfileData``.
 
     Args:
       profile: of ``steps`` equal steps and nothing else.
       steps: how many.
+      num_devices: how many GPUs took them, from the first one on.
 
     Raises:
       LostEvents: no event, or a number of them that the steps cannot share equally.
     """
-    durations = [
-        event.duration_ns
+    times = [_read_plane(profile, _PLANE.format(i), steps) for i in range(num_devices)]
+    slowest = max(times, key=lambda time: time.us)
+    if num_devices == 1:
+        return slowest
+    median_us = statistics.median(time.us for time in times)
+    return dataclasses.replace(slowest, median_us=median_us)
+
+
+def _read_plane(profile: Any, plane_name: str, steps: int) -> DeviceTime:
+    events = [
+        event
         for plane in profile.planes
-        if plane.name == GPU_PLANE
+        if plane.name == plane_name
         for line in plane.lines
         if line.name.startswith("Stream")
         for event in line.events
     ]
-    if not durations or len(durations) % steps:
-        raise LostEvents(f"the profiler saw {len(durations)} events in {steps} steps")
-    return DeviceTime(sum(durations) / steps / 1e3, len(durations) // steps)
+    if not events or len(events) % steps:
+        raise LostEvents(f"the profiler saw {len(events)} events in {steps} steps")
+
+    def us_of_a_step(events: list[Any]) -> float:
+        return sum(event.duration_ns for event in events) / steps / 1e3
+
+    communication = [event for event in events if _COMMUNICATION.search(event.name)]
+    return DeviceTime(
+        us_of_a_step(events), len(events) // steps, us_of_a_step(communication)
+    )
 
 
-def profile_device(run: Callable[[], None], steps: int) -> DeviceTime:
+def profile_device(
+    run: Callable[[], None], steps: int, num_devices: int = 1
+) -> DeviceTime:
     """Runs ``run()``, which takes ``steps`` steps and waits, under the profiler."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
@@ -73,7 +103,8 @@ def profile_device(run: Callable[[], None], steps: int) -> DeviceTime:
         finally:
             jax.profiler.stop_trace()
         (path,) = glob.glob(folder + "/**/*.xplane.pb", recursive=True)
-        return read_device_time(jax.profiler.ProfileData.from_file(path), steps)
+        profile = jax.profiler.ProfileData.from_file(path)
+        return read_device_time(profile, steps, num_devices)
 
 
 @dataclasses.dataclass(frozen=True)

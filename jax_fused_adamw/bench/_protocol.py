@@ -36,8 +36,8 @@ class Expected(Protocol):
 class Entry:
     """A row at work: its stepper while it is right, and its samples."""
 
-    def __init__(self, row: Any):
-        self.row = row
+    def __init__(self, row: Any, num_devices: int):
+        self.row, self.num_devices = row, num_devices
         self.stepper: Stepper | None = None
         self.status, self.reason = MEASURED, None
         self.wall_ms: list[float] = []
@@ -57,7 +57,12 @@ def is_profiled(row: Any) -> bool:
 
 
 def run_rows(
-    name: str, problem: Any, rows: Sequence[Any], expected: Expected, samples: int
+    name: str,
+    problem: Any,
+    rows: Sequence[Any],
+    expected: Expected,
+    samples: int,
+    num_devices: int = 1,
 ) -> list[Entry]:
     """Measures the rows in turns, every other time in the opposite order.
 
@@ -68,8 +73,9 @@ def run_rows(
         ``profiled``, whether its device time is wanted too.
       expected: what every batch is held to.
       samples: timed batches of a row.
+      num_devices: how many devices, from the first one on, take every step.
     """
-    entries = [Entry(row) for row in rows]
+    entries = [Entry(row, num_devices) for row in rows]
     num_batches = len(rows) * (samples + 1)
     with tqdm(total=num_batches, desc=name, mininterval=0.5) as progress:
         for entry in _tell(entries, progress):
@@ -114,7 +120,7 @@ def _run_batch(entry: Entry, expected: Expected, profiled: bool = False) -> floa
     started = time.perf_counter()
     if profiled:
         try:
-            entry.device.append(profile_device(run, steps))
+            entry.device.append(profile_device(run, steps, entry.num_devices))
         except LostEvents as error:
             entry.reason = str(error)
     else:

@@ -283,6 +283,7 @@ def _figures(
     """``name, before, after`` of what both runs have; more is better."""
     runs = [_measured(baseline), _measured(results)]
     percents = [getattr(run[key], "percent_of_limit", None) for run in runs]
+    efficiencies = [getattr(run[key], "efficiency", None) for run in runs]
     peer = runs[1][key].peer
     rows = [run.get(k) for run in runs for k in (key, (key[0], peer))]
     speeds = [None, None]
@@ -292,5 +293,6 @@ def _figures(
     figures = [
         (f"speed as a multiple of {peer}'s", *speeds),
         ("percent of the limit", *percents),
+        ("scaling efficiency", *efficiencies),
     ]
     return [figure for figure in figures if None not in figure]

@@ -88,6 +88,25 @@ class TrainRowResult(Timed):
 
 
 @dataclasses.dataclass(frozen=True)
+class ShardedRowResult(RowResult):
+    """A row on a mesh; its times are those of the device that takes the longest.
+
+    Attributes:
+      median_us: of a step, the median over the devices.
+      communication_us: of ``device_us``, what is said to other devices and waited for.
+      efficiency: one device's time over the sum of all devices' times.
+      collectives: of the compiled step, by name: ``count`` and ``bytes`` of results.
+      losses: of a train run, one a step.
+    """
+
+    median_us: Spread | None = None
+    communication_us: Spread | None = None
+    efficiency: float | None = None
+    collectives: dict[str, dict[str, int]] | None = None
+    losses: list[float] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelResult:
     """All rows on one model."""
 
@@ -116,6 +135,34 @@ class WorkloadResult:
     num_leaves: int
     num_parameters: int
     rows: list[TrainRowResult]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedModelResult:
+    """All rows of one model on one mesh.
+
+    Attributes:
+      name: of model and mesh.
+      shape: of the model.
+      num_devices: of the mesh.
+      step: what is timed, in words.
+      iterations: steps of a batch.
+      num_leaves: of the parameters.
+      num_parameters: in them.
+      peak_bytes_in_use: what each device's allocator held at most, all rows, checks
+        and earlier models of the process included; None where it does not tell.
+      rows: one result each.
+    """
+
+    name: str
+    shape: str
+    num_devices: int
+    step: str
+    iterations: int
+    num_leaves: int
+    num_parameters: int
+    peak_bytes_in_use: list[int] | None
+    rows: list[ShardedRowResult]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,11 +213,20 @@ class TrainResults(Run):
     compared = ("attention", "activations")
 
 
+@dataclasses.dataclass(frozen=True)
+class ShardedResults(Results):
+    """A run on meshes; ``models`` holds a :class:`ShardedModelResult` each."""
+
+    kind = "sharded step"
+
+
 # Of a run, of its models and of their rows, by kind.
 _CLASSES = {
     Results.kind: (Results, ModelResult, RowResult),
     TrainResults.kind: (TrainResults, WorkloadResult, TrainRowResult),
+    ShardedResults.kind: (ShardedResults, ShardedModelResult, ShardedRowResult),
 }
+_SPREADS = ("wall_ms", "device_us", "no_graphs_ms", "median_us", "communication_us")
 
 
 def comparable_us(rows: Sequence[Timed]) -> list[float]:
@@ -195,7 +251,7 @@ def write(results: Run, path: pathlib.Path) -> None:
         ) from error
 
 
-def read(path: pathlib.Path) -> Results | TrainResults:
+def read(path: pathlib.Path) -> Run:
     """Reads what :func:`write` wrote.
 
     Raises:
@@ -225,7 +281,7 @@ def read(path: pathlib.Path) -> Results | TrainResults:
 def _row(row: type[Timed], fields: dict[str, Any]) -> Timed:
     spreads = {
         name: Spread(**fields[name])
-        for name in ("wall_ms", "device_us", "no_graphs_ms")
+        for name in _SPREADS
         if fields.get(name) is not None
     }
     return row(**fields | spreads)

@@ -116,10 +116,14 @@ def _protocol_step(tx: optax.GradientTransformation) -> Step:
     return step
 
 
-def build_step(problem: Problem, **options: Any) -> JaxStepper:
-    """``jfa.step`` of ``fused_adamw`` with these options."""
+def build_step(
+    problem: Problem, stepper: type[JaxStepper] | None = None, **options: Any
+) -> JaxStepper:
+    """``jfa.step`` of ``fused_adamw`` with these options, taken by ``stepper``."""
+    require_kernel()
     tx = fused(problem, **options)
-    return _build(problem, tx, lambda p, s, g: jfa.step(tx, g, s, p))
+    step = lambda p, s, g: jfa.step(tx, g, s, p)  # noqa: E731
+    return (stepper or JaxStepper)(problem, tx, step)
 
 
 def _build_out_of_place(problem: Problem) -> JaxStepper:
@@ -187,12 +191,14 @@ def optax_transformation(problem: Problem) -> optax.GradientTransformation:
 def build_optax(
     problem: Problem,
     wrap: Callable[..., optax.GradientTransformation] = lambda tx: tx,
+    stepper: type[JaxStepper] | None = None,
 ) -> JaxStepper:
     """A step in optax alone.
 
     Args:
       problem: of the row.
       wrap: makes what is measured from :func:`optax_transformation`.
+      stepper: takes the steps; None is :class:`JaxStepper`.
     """
     tx = wrap(optax_transformation(problem))
     step = _protocol_step(tx)
@@ -203,7 +209,7 @@ def build_optax(
         grads = [grad.astype(jnp.float32) for grad in grads]
         return step(params, state, grads)
 
-    return JaxStepper(problem, tx, widened_step)
+    return (stepper or JaxStepper)(problem, tx, widened_step)
 
 
 class StagedStepper:

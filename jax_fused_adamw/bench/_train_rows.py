@@ -59,17 +59,19 @@ def _if_finite(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
 
 _ADAMW, _CLIP = "optax.adamw", "clip, optax.adamw"
+CLIPPED = Optimizer(_CLIP, lambda: _clipped(_adamw()), _CLIP)
+OURS_CLIPPED = Optimizer(
+    "if finite, clip, fused_adamw",
+    lambda: _fused(max_grad_norm=MAX_NORM),
+    _CLIP,
+    ours=True,
+)
 OPTIMIZERS = (
     Optimizer(_ADAMW, lambda: _adamw(), _ADAMW),
-    Optimizer(_CLIP, lambda: _clipped(_adamw()), _CLIP),
+    CLIPPED,
     Optimizer(f"if finite, {_CLIP}", lambda: _if_finite(_clipped(_adamw())), _CLIP),
     Optimizer("fused_adamw", lambda: _fused(), _ADAMW, ours=True),
-    Optimizer(
-        "if finite, clip, fused_adamw",
-        lambda: _fused(max_grad_norm=MAX_NORM),
-        _CLIP,
-        ours=True,
-    ),
+    OURS_CLIPPED,
 )
 
 
@@ -94,15 +96,18 @@ class TrainStepper:
         step, donated = workload.gradients, ()
         if optimizer is not None:
             step, donated = workload.train_step(optimizer.update), (0, 1)
-        # Shapes are enough, so that a step which does not fit can be compiled too.
-        start = jax.eval_shape(self._make_start)
-        batch = jax.eval_shape(workload.make_batch)
+        arguments = self._example_arguments()
         started = time.perf_counter()
-        lowered = jax.jit(step, donate_argnums=donated).lower(*start, batch)
+        lowered = jax.jit(step, donate_argnums=donated).lower(*arguments)
         self._step = lowered.compile(compiler_options=compiler_options)
         self.compile_s = time.perf_counter() - started
         self.peak_bytes = peak_bytes_of(self._step)
         self.release()
+
+    def _example_arguments(self) -> tuple[Any, ...]:
+        # Shapes are enough, so that a step which does not fit can be compiled too.
+        start = jax.eval_shape(self._make_start)
+        return *start, jax.eval_shape(self._workload.make_batch)
 
     def _make_start(self) -> tuple[Any, ...]:
         params = self._workload.init()

@@ -69,14 +69,14 @@ class _Row:
     profiled: bool = True
 
 
-class _Expected:
+class ExpectedLosses:
     """The losses of each peer's first batch, which its followers must repeat."""
 
     def __init__(self, iterations: int):
         self.iterations = iterations
         self._losses: dict[str, np.ndarray] = {}
 
-    def difference(self, row: _Row, losses: np.ndarray) -> str | None:
+    def difference(self, row: Any, losses: np.ndarray) -> str | None:
         if not np.isfinite(losses).all():
             return "a loss is not finite"
         if row.peer is None:
@@ -196,7 +196,11 @@ def _measure_workload(
     with _protocol.fitting(workload.name, "choose a smaller --batch"):
         workload.batch  # noqa: B018 - made and kept
         entries = _protocol.run_rows(
-            workload.name, workload, [*rows, *twins], _Expected(iterations), samples
+            workload.name,
+            workload,
+            [*rows, *twins],
+            ExpectedLosses(iterations),
+            samples,
         )
         params = jax.tree.leaves(jax.eval_shape(workload.init))
     gradients, *others = entries[: len(rows)]
