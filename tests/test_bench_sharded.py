@@ -5,6 +5,7 @@ import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from bench_helpers import assert_refused, canned_profile, statuses
@@ -23,6 +24,7 @@ from jax_fused_adamw.bench import (
     _sharded_train,
 )
 from jax_fused_adamw.bench.__main__ import main
+from jax_fused_adamw.bench._machine import describe_machine
 from jax_fused_adamw.bench._mesh_rows import MESH_ROWS
 from jax_fused_adamw.bench._results import (
     ShardedModelResult,
@@ -30,6 +32,7 @@ from jax_fused_adamw.bench._results import (
     ShardedRowResult,
     Spread,
 )
+from jax_fused_adamw.bench._workloads import Workload
 
 pytestmark = [pytest.mark.devices(2), pytest.mark.usefixtures("small_copies")]
 
@@ -220,9 +223,23 @@ def test_ours_must_have_the_bits_of_one_device(run, monkeypatch, name):
     assert row.reason.startswith("not the bits of one device: mu of leaf 0")
 
 
+def toy_workload(config, batch, attention):
+    """Least squares, in no time."""
+
+    def loss_fn(params, x):
+        return jnp.square(x @ params["w"] + params["b"][0] - 5.0).mean()
+
+    return Workload(
+        name="toy",
+        step="train step",
+        init=lambda: {"w": jnp.zeros(4), "b": jnp.zeros(1)},
+        make_batch=lambda: jax.random.normal(jax.random.key(0), (batch, 4)),
+        loss_fn=loss_fn,
+    )
+
+
 def test_wrong_training_keeps_its_curve_and_shows_no_time(monkeypatch):
-    monkeypatch.setattr(_gpt, "TINY", TINY)
-    monkeypatch.setattr(_gpt, "GPT2", TINY)
+    monkeypatch.setattr(_sharded_train, "gpt_workload", toy_workload)
     ours = dataclasses.replace(_sharded_train.OURS_CLIPPED, make=lambda: optax.sgd(0.1))
     monkeypatch.setattr(_sharded_train, "OURS_CLIPPED", ours)
     theirs, ours = _sharded_train.measure_training(2, UPDATES, 1).rows
@@ -321,8 +338,6 @@ def test_baseline_without_the_model_is_refused(tmp_path, capsys):
     results = make_results(0.9)
     device = jax.devices()[0]
     machine = {"platform": device.platform, "device": device.device_kind}
-    from jax_fused_adamw.bench._machine import describe_machine
-
     machine["processor"] = describe_machine()["processor"]
     _results.write(dataclasses.replace(results, machine=machine), baseline)
     argv = [*QUICK, "--elements", "8", "--check", baseline]
