@@ -8,7 +8,12 @@ import jax
 import jax_fused_adamw as jfa
 from jax_fused_adamw._machine import describe_process, query_gpus
 
-_ENVIRONMENT = ("XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE", "OMP_WAIT_POLICY")
+_ENVIRONMENT = (
+    "XLA_FLAGS",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "OMP_WAIT_POLICY",
+    "NCCL_NVLS_ENABLE",
+)
 _GPU_FIELDS = (
     "name",
     "driver_version",

@@ -2,6 +2,7 @@
 
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
@@ -43,11 +44,7 @@ def print_results(results: Results) -> None:
         f"limit: {limit['gb_per_s']:,.1f} GB/s, {limit['method']}"
     )
     for model in results.models:
-        leaves = "leaf" if model.num_leaves == 1 else "leaves"
-        print(
-            f"\n{model.name}: {model.num_parameters:,} parameters in "
-            f"{model.num_leaves:,} {leaves}"
-        )
+        print(f"\n{describe_size(model)}")
         print_table(_COLUMNS, [_cells(row) for row in model.rows])
         for row in model.rows:
             if row.reason is not None:
@@ -75,6 +72,15 @@ def _cells(row: RowResult) -> list[str]:
         number(row.num_bytes, "d"),
         number(row.percent_of_limit, ".1f"),
     ]
+
+
+def describe_size(model: Any) -> str:
+    """``name: 23 parameters in 3 leaves``."""
+    leaves = "leaf" if model.num_leaves == 1 else "leaves"
+    return (
+        f"{model.name}: {model.num_parameters:,} parameters in "
+        f"{model.num_leaves:,} {leaves}"
+    )
 
 
 def number(value: float | None, form: str) -> str:

@@ -6,7 +6,12 @@ from collections.abc import Iterator, Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from jax_fused_adamw.bench._report import number, print_table, save_figure
+from jax_fused_adamw.bench._report import (
+    describe_size,
+    number,
+    print_table,
+    save_figure,
+)
 from jax_fused_adamw.bench._results import (
     MEASURED,
     ShardedModelResult,
@@ -50,7 +55,10 @@ def print_results(results: ShardedResults) -> None:
         f"limit of a device: {limit['gb_per_s']:,.1f} GB/s, {limit['method']}"
     )
     for model in results.models:
-        print(f"\n{_title(model)}; times of {_article(model)}")
+        print(
+            f"\n{describe_size(model)}; times of a {model.step}, "
+            f"{model.iterations} in a batch"
+        )
         header, cells = _COLUMNS, _cells
         if _is_train(model):
             header, cells = _TRAIN_COLUMNS, _train_cells
@@ -60,6 +68,9 @@ def print_results(results: ShardedResults) -> None:
                 print(f"  {row.name} communicates {_communication(row)}")
             if row.reason is not None:
                 print(f"  {row.name} {row.status}: {row.reason}")
+        if model.peak_bytes_in_use is not None:
+            peaks = ", ".join(map(_size, model.peak_bytes_in_use))
+            print(f"  in use at most, checks and all since the start: {peaks}")
     print(
         "\ndevice us: of the device that is busy the longest; median: over the devices;"
         "\ncomm us: what is said to other devices and waited for, of device us. % of"
@@ -72,18 +83,6 @@ def print_results(results: ShardedResults) -> None:
 
 def _is_train(model: ShardedModelResult) -> bool:
     return model.step == "train step"
-
-
-def _article(model: ShardedModelResult) -> str:
-    return f"one {model.step} of {model.iterations}"
-
-
-def _title(model: ShardedModelResult) -> str:
-    leaves = "leaf" if model.num_leaves == 1 else "leaves"
-    return (
-        f"{model.name}: {model.num_parameters:,} parameters in "
-        f"{model.num_leaves:,} {leaves}"
-    )
 
 
 def _pad(cells: list[str], columns: Sequence[str]) -> list[str]:
@@ -149,7 +148,7 @@ def render_table(results: ShardedResults) -> str:
     if trained:
         lines += _header("train step", _README_TRAIN_COLUMNS)
         for model in trained:
-            lines.append(_heading(_title(model), _README_TRAIN_COLUMNS))
+            lines.append(_heading(describe_size(model), _README_TRAIN_COLUMNS))
             lines += [_line(_readme_train_cells(row)) for row in model.rows]
         lines.append("")
     machine, versions = results.machine, results.machine["versions"]

@@ -4,7 +4,12 @@ import pathlib
 
 from matplotlib.figure import Figure
 
-from jax_fused_adamw.bench._report import number, print_table, save_figure
+from jax_fused_adamw.bench._report import (
+    describe_size,
+    number,
+    print_table,
+    save_figure,
+)
 from jax_fused_adamw.bench._results import (
     MEASURED,
     TrainResults,
@@ -38,7 +43,7 @@ def print_results(results: TrainResults) -> None:
         f"{setting['attention']} attention; medians of {setting['samples']} batches"
     )
     for model in results.models:
-        print(f"\n{_title(model)}; times of a {model.step}")
+        print(f"\n{describe_size(model)}; times of a {model.step}")
         print_table(_COLUMNS, [_cells(row) for row in model.rows])
         for row in model.rows:
             if row.reason is not None:
@@ -52,13 +57,6 @@ def print_results(results: TrainResults) -> None:
         "\nnever sees them. A row's losses are within "
         f"{setting['tolerance']:.0%} of optax's with the same\n"
         "rule, measured on the distance that these move."
-    )
-
-
-def _title(model: WorkloadResult) -> str:
-    return (
-        f"{model.name}: {model.num_parameters:,} parameters in "
-        f"{model.num_leaves:,} leaves"
     )
 
 
@@ -85,7 +83,9 @@ def render_table(results: TrainResults) -> str:
     """The README's Markdown: a table for all workloads, and where it was measured."""
     lines = [f"| step | {' | '.join(_README_COLUMNS)} |", "|---" * 6 + "|"]
     for model in results.models:
-        lines.append(f"| **{_title(model)}** " + "| " * len(_README_COLUMNS) + "|")
+        lines.append(
+            f"| **{describe_size(model)}** " + "| " * len(_README_COLUMNS) + "|"
+        )
         lines += [f"| {' | '.join(_readme_cells(row))} |" for row in model.rows]
     machine = results.machine
     versions = machine["versions"]
@@ -128,7 +128,7 @@ def save_plot(results: TrainResults, path: pathlib.Path) -> None:
 
 def _plot_workload(ax, model: WorkloadResult) -> None:
     rows = [row for row in model.rows if row.optimizer_share is not None][::-1]
-    ax.set_title(_title(model), fontsize=10)
+    ax.set_title(describe_size(model), fontsize=10)
     ax.set_xlabel(f"us of a {model.step}")
     if not rows:
         return
