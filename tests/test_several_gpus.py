@@ -137,8 +137,11 @@ def test_only_the_norm_is_communicated(layout):
     assert found == {}
 
 
-def test_nothing_is_communicated_without_a_norm(layout):
-    compiled = compile_step(layout, jfa.fused_adamw(1e-2))
+@pytest.mark.parametrize("bucket_bytes", [None, 1024], ids=["one", "several"])
+def test_nothing_is_communicated_without_a_norm(layout, bucket_bytes):
+    """In one kernel call, and in several that wait for each other."""
+    tx = jfa.fused_adamw(1e-2, bucket_bytes=bucket_bytes)
+    compiled = compile_step(layout, tx)
     found = find_collectives(compiled.as_text())
     assert_gathers_only_what_zero1_must(layout, found)
     assert found == {}

@@ -141,13 +141,15 @@ def difference(
       expected: of :func:`reference`, or the start state of skipped steps.
       allowed: of :func:`tolerances`, or ``EXACT``.
     """
-    checks = {
-        (name, i): _worst(a, b, *allowed[name])
-        for name in Numbers._fields
-        for i, (a, b) in enumerate(
-            zip(getattr(got, name), getattr(expected, name), strict=True)
-        )
-    }
+    checks = {}
+    for name in Numbers._fields:
+        pairs = zip(getattr(got, name), getattr(expected, name), strict=True)
+        for i, (a, b) in enumerate(pairs):
+            checks[name, i] = _worst(a, b, *allowed[name])
+            if b.sharding.num_devices > 1:
+                # Several such programs in flight have stopped XLA:CPU for ever, each
+                # device waiting in the all-reduce of another one.
+                jax.block_until_ready(checks[name, i])
     # Read after all have been launched, since a leaf's check is a small program.
     for (name, i), (num_wrong, largest) in jax.device_get(checks).items():
         if num_wrong:

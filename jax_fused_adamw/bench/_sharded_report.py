@@ -56,7 +56,7 @@ def print_results(results: ShardedResults) -> None:
     )
     for model in results.models:
         print(
-            f"\n{describe_size(model)}; times of a {model.step}, "
+            f"\n{describe_size(model)}; times of one {model.step}, "
             f"{model.iterations} in a batch"
         )
         header, cells = _COLUMNS, _cells
