@@ -26,6 +26,7 @@ from jax_fused_adamw.bench import (
 from jax_fused_adamw.bench.__main__ import main
 from jax_fused_adamw.bench._machine import describe_machine
 from jax_fused_adamw.bench._mesh_rows import MESH_ROWS
+from jax_fused_adamw.bench._problem import Problem
 from jax_fused_adamw.bench._results import (
     ShardedModelResult,
     ShardedResults,
@@ -189,6 +190,21 @@ def test_collectives_of_a_compiled_text():
         "all-reduce": {"count": 3, "bytes": 4 + 24 + 8 + 1},
         "reduce-scatter": {"count": 1, "bytes": 16},
     }
+
+
+@pytest.mark.parametrize("name", MESH_ROWS)
+def test_steps_start_with_nothing_left_to_send(name):
+    """A profile is of equal steps: the first one may copy nothing to a device."""
+    whole = Problem([(8, 60), (7,)], "float32", amsgrad=False)
+    stepper = MESH_ROWS[name].build(_mesh.MeshProblem(whole, _mesh.make_mesh(2)))
+    stepper.start()
+    start = jax.tree.leaves((stepper._params, stepper._state, stepper._grads))
+    places = [leaf.sharding for leaf in start]
+    assert all(place.num_devices == 2 for place in places)
+    stepper.run(1)
+    end = jax.tree.leaves((stepper._params, stepper._state, stepper._grads))
+    for leaf, place in zip(end, places, strict=True):
+        assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
 
 
 # --- Correctness before speed ---------------------------------------------------------

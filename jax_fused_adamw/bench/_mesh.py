@@ -5,6 +5,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import optax
@@ -105,6 +106,12 @@ class MeshProblem:
             *(jax.device_put(part, self.placements if part else []) for part in numbers)
         )
 
+    def state_placements(self, state: Any) -> Any:
+        """Of an optimizer's state: moments are cut, scalars are on every device."""
+        placements = jax.tree.map(lambda _: everywhere(self.mesh), state)
+        names = ("mu", "nu", "nu_max") if self.amsgrad else ("mu", "nu")
+        return optax.tree.set(placements, **dict.fromkeys(names, self.placements))
+
     def keep_placement(self, step: Callable) -> Callable:
         """The step, with results that lie where its arguments do.
 
@@ -113,13 +120,8 @@ class MeshProblem:
 
         def kept(params, state, *others):
             params, state = step(params, state, *others)
-            scalars = jax.tree.map(lambda _: everywhere(self.mesh), state)
-            names = ("mu", "nu", "nu_max") if self.amsgrad else ("mu", "nu")
-            moments = dict.fromkeys(names, self.placements)
-            placements = optax.tree.set(scalars, **moments)
-            return lax.with_sharding_constraint(
-                (params, state), (self._param_placements, placements)
-            )
+            placements = self._param_placements, self.state_placements(state)
+            return lax.with_sharding_constraint((params, state), placements)
 
         return kept
 

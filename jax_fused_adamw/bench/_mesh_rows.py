@@ -40,6 +40,13 @@ class MeshStepper(JaxStepper):
         super().__init__(problem, tx, problem.keep_placement(step))
         self.collectives = find_collectives(self._step.as_text())
 
+    def start(self) -> None:
+        super().start()
+        # Else the first step would send the scalars to the other devices, in copies
+        # that no later one has.
+        placements = self._problem.state_placements(self._state)
+        self._state = jax.block_until_ready(jax.device_put(self._state, placements))
+
     def numbers(self) -> MeshNumbers:
         return MeshNumbers(super().numbers(), optax.tree.get(self._state, "report"))
 

@@ -116,8 +116,13 @@ class MeshTrainStepper(TrainStepper):
     """A train step whose gradients and results lie where the parameters do."""
 
     def __init__(self, workload: Workload, optimizer: Optimizer, mesh: Mesh):
+        self._mesh = mesh
         super().__init__(workload, _OnMesh(optimizer, mesh))
         self.collectives = find_collectives(self._step.as_text())
+
+    def _make_start(self) -> tuple[Any, ...]:
+        start = super()._make_start()
+        return jax.device_put(start, _cut_placements(self._mesh, start))
 
     def _example_arguments(self) -> tuple[Any, ...]:
         # Shapes alone would leave the placement of the arguments to XLA.
