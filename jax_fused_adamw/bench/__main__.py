@@ -10,13 +10,14 @@ from jax_fused_adamw.bench import BenchError
 from jax_fused_adamw.bench._options import (
     ITERATIONS,
     QUICK_SHAPES,
-    SHARDED_SHAPES,
+    QUICK_SHARDED,
+    SHAPES_ON_GPU,
+    SHARDED_ON_GPU,
     check_options,
     check_paths,
     make_parser,
 )
 from jax_fused_adamw.bench._shapes import (
-    SHAPES,
     Leaves,
     import_shapes,
     named,
@@ -38,9 +39,10 @@ def _models(options: argparse.Namespace, platform: str) -> dict[str, Leaves]:
         models |= import_shapes(options.module)
     if options.elements is not None:
         models[f"{options.elements:,} elements"] = [(options.elements,)]
-    default = QUICK_SHAPES
-    if platform == "gpu":
-        default = SHARDED_SHAPES if options.sharded else SHAPES
+    on_gpu, elsewhere = SHAPES_ON_GPU, QUICK_SHAPES
+    if options.sharded:
+        on_gpu, elsewhere = SHARDED_ON_GPU, QUICK_SHARDED
+    default = on_gpu if platform == "gpu" else elsewhere
     return models or {name: named(name) for name in default}
 
 

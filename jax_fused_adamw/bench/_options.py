@@ -7,8 +7,9 @@ from jax_fused_adamw._command_line import Parser, path, whole_number
 from jax_fused_adamw.bench import BenchError
 from jax_fused_adamw.bench._shapes import SHAPES
 
-QUICK_SHAPES = ("mlp", "resnet50")
-SHARDED_SHAPES = ("gpt2", "llama_1b")
+# Where neither --shape nor the like says what to update: on a GPU, and elsewhere.
+SHAPES_ON_GPU, QUICK_SHAPES = tuple(SHAPES), ("mlp", "resnet50")
+SHARDED_ON_GPU, QUICK_SHARDED = ("gpt2", "llama_1b"), ("mlp",)
 ITERATIONS = {"cpu": 10, "gpu": 20}
 # What the ladder decides itself.
 _OF_THE_ISOLATED_STEP = (
@@ -90,7 +91,7 @@ def _add_sharded(group) -> None:
         "--sharded",
         action="store_true",
         help="instead, optimizer steps with every leaf cut over 1, 2, 4, ... devices "
-        f"(on a GPU {' and '.join(SHARDED_SHAPES)} by default), then FSDP training of "
+        f"(on a GPU {' and '.join(SHARDED_ON_GPU)} by default), then FSDP training of "
         "a GPT on all of them",
     )
     group.add_argument(

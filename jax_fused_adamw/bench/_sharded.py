@@ -6,8 +6,9 @@ norm that the mesh has found.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -90,10 +91,10 @@ def run_sharded(
 
     for name, leaves in models.items():
         problem = Problem(leaves, options.dtype, options.amsgrad)
-        expected = _Expected(problem, options.iterations)
+        reference = _Reference(problem, options.iterations)
         of_model: list[ShardedModelResult] = []
         for count in sorted(set(counts)):
-            result = _measure_mesh(name, expected, count, rows, options, limit)
+            result = _measure_mesh(name, reference, count, rows, options, limit)
             of_model.append(_with_efficiency(result, of_model))
             measured.append(of_model[-1])
             save(results())
@@ -103,51 +104,59 @@ def run_sharded(
     return results()
 
 
-class _Expected:
-    """What a batch must end with; on one device, computed when it is first asked."""
+class _Rule(NamedTuple):
+    """What tells references apart.
+
+    Attributes:
+      optax_amsgrad: with AMSGrad, whether the rule is that of ``optax.amsgrad``.
+      norm: of the gradients, to clip them by; 0 where the row does not clip.
+    """
+
+    optax_amsgrad: bool
+    norm: float
+
+
+class _Reference:
+    """What a batch must end with, on one device; computed when it is first asked."""
 
     def __init__(self, problem: Problem, iterations: int):
         self.problem, self.iterations = problem, iterations
-        self._references: dict[tuple[bool, float], Numbers] = {}
-        self._norm: float | None = None
+        self._numbers: dict[_Rule, Numbers] = {}
 
-    def norm(self, row: Row) -> float:
-        """Of the gradients; 0 for a row that does not clip by it."""
-        if row.norm_error is None:
-            return 0.0
-        if self._norm is None:
-            self._norm = _check.global_norm(self.problem.grads)
-        return self._norm
+    @functools.cached_property
+    def _norm(self) -> float:
+        return _check.global_norm(self.problem.grads)
 
-    def reference(self, row: Row) -> Numbers:
-        key = row.optax_amsgrad and self.problem.amsgrad, self.norm(row)
-        if key not in self._references:
-            self._references[key] = _check.reference(
-                self.problem, self.iterations, *key
-            )
-        return self._references[key]
+    def rule(self, row: Row) -> _Rule:
+        norm = 0.0 if row.norm_error is None else self._norm
+        return _Rule(row.optax_amsgrad and self.problem.amsgrad, norm)
+
+    def numbers(self, rule: _Rule) -> Numbers:
+        if rule not in self._numbers:
+            self._numbers[rule] = _check.reference(self.problem, self.iterations, *rule)
+        return self._numbers[rule]
 
 
-class _ExpectedOnMesh:
-    """The same, where the row's numbers lie."""
+class _Expected:
+    """The same on a mesh; see ``_protocol.Expected``."""
 
-    def __init__(self, expected: _Expected, problem: MeshProblem):
-        self._expected, self._problem = expected, problem
-        self.iterations = expected.iterations
-        self._references: dict[int, Numbers] = {}
+    def __init__(self, reference: _Reference, problem: MeshProblem):
+        self._reference, self._problem = reference, problem
+        self.iterations = reference.iterations
+        self._placed: dict[_Rule, Numbers] = {}
         self._same_bits: set[str] = set()
 
     def difference(self, row: Row, got: MeshNumbers) -> str | None:
-        reference, norm = self._expected.reference(row), self._expected.norm(row)
-        if id(reference) not in self._references:
-            self._references[id(reference)] = self._problem.place(reference)
-        placed = self._references[id(reference)]
-        allowed = _check.tolerances(self.iterations, norm, row.norm_error or 0.0)
-        reason = _check.difference(got.numbers, placed, allowed)
+        rule = self._reference.rule(row)
+        if rule not in self._placed:
+            numbers = self._reference.numbers(rule)
+            self._placed[rule] = self._problem.place(numbers)
+        allowed = _check.tolerances(self.iterations, rule.norm, row.norm_error or 0.0)
+        reason = _check.difference(got.numbers, self._placed[rule], allowed)
         # The bits once: every batch starts from the same numbers.
         if reason is not None or not row.ours or row.name in self._same_bits:
             return reason
-        own = run_on_one_device(self._expected.problem, self.iterations, got.report)
+        own = run_on_one_device(self._problem.whole, self.iterations, got.report)
         own = self._problem.place(own)
         reason = _check.difference(got.numbers, own, _check.EXACT)
         if reason is not None:
@@ -158,13 +167,13 @@ class _ExpectedOnMesh:
 
 def _measure_mesh(
     name: str,
-    expected: _Expected,
+    reference: _Reference,
     num_devices: int,
     rows: Sequence[Row],
     options: Options,
     limit: Limit,
 ) -> ShardedModelResult:
-    problem = MeshProblem(expected.problem, make_mesh(num_devices))
+    problem = MeshProblem(reference.problem, make_mesh(num_devices))
     title = f"{name} on {num_devices} device{'s' if num_devices > 1 else ''}"
     with _protocol.fitting(title, "choose a smaller model with --shape"):
         jax.block_until_ready(problem.grads)
@@ -172,7 +181,7 @@ def _measure_mesh(
             title,
             problem,
             rows,
-            _ExpectedOnMesh(expected, problem),
+            _Expected(reference, problem),
             options.samples,
             num_devices,
         )
