@@ -9,7 +9,7 @@ import optax
 
 import jax_fused_adamw as jfa
 from jax_fused_adamw.bench._clip_rows import OPTAX_ERROR, OUR_ERROR, clipped
-from jax_fused_adamw.bench._mesh import MeshProblem, find_collectives
+from jax_fused_adamw.bench._mesh import MeshProblem, find_collectives, run_steps
 from jax_fused_adamw.bench._problem import (
     MAX_GRAD_NORM,
     Numbers,
@@ -46,6 +46,9 @@ class MeshStepper(JaxStepper):
         # that no later one has.
         placements = self._problem.state_placements(self._state)
         self._state = jax.block_until_ready(jax.device_put(self._state, placements))
+
+    def run(self, steps: int) -> None:
+        run_steps(super().run, steps)
 
     def numbers(self) -> MeshNumbers:
         return MeshNumbers(super().numbers(), optax.tree.get(self._state, "report"))

@@ -7,7 +7,7 @@ norm that the mesh has found.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -90,18 +90,30 @@ def run_sharded(
         )
 
     for name, leaves in models.items():
-        problem = Problem(leaves, options.dtype, options.amsgrad)
-        reference = _Reference(problem, options.iterations)
-        of_model: list[ShardedModelResult] = []
-        for count in sorted(set(counts)):
-            result = _measure_mesh(name, reference, count, rows, options, limit)
-            of_model.append(_with_efficiency(result, of_model))
-            measured.append(of_model[-1])
+        for result in _measure_meshes(name, leaves, counts, rows, options, limit):
+            measured.append(result)
             save(results())
     if updates:
         measured.append(measure_training(max(counts), updates, options.samples))
         save(results())
     return results()
+
+
+def _measure_meshes(
+    name: str,
+    leaves: Leaves,
+    counts: Sequence[int],
+    rows: Sequence[Row],
+    options: Options,
+    limit: Limit,
+) -> Iterator[ShardedModelResult]:
+    problem = Problem(leaves, options.dtype, options.amsgrad)
+    reference = _Reference(problem, options.iterations)
+    done: list[ShardedModelResult] = []
+    for count in sorted(set(counts)):
+        result = _measure_mesh(name, reference, count, rows, options, limit)
+        done.append(_with_efficiency(result, done))
+        yield done[-1]
 
 
 class _Rule(NamedTuple):

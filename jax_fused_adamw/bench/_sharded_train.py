@@ -2,6 +2,9 @@
 
 Every device takes its part of the batch. Parameters are gathered where the loss reads
 them, and their gradients come back in parts, which is all that the optimizer sees.
+
+Whole curves are recorded, and their beginnings compared: a learning rate that differs by
+1e-5 moves the last of 100 losses by 0.05 (the tiny GPT, one CPU device).
 """
 
 import dataclasses
@@ -18,6 +21,7 @@ from jax_fused_adamw.bench._mesh import (
     find_collectives,
     make_mesh,
     peak_bytes_in_use,
+    run_steps,
     split_batch,
     split_longest,
 )
@@ -119,6 +123,9 @@ class MeshTrainStepper(TrainStepper):
         self._mesh = mesh
         super().__init__(workload, _OnMesh(optimizer, mesh))
         self.collectives = find_collectives(self._step.as_text())
+
+    def run(self, steps: int) -> None:
+        run_steps(super().run, steps)
 
     def _make_start(self) -> tuple[Any, ...]:
         start = super()._make_start()
