@@ -182,7 +182,7 @@ def test_collectives_of_a_compiled_text():
   %d = (f32[8]{0}) all-gather-done(%c)
   %e = f32[4,8]{1,0:T(8,128)} all-gather(%x), metadata={op_name="all-gather(x)"}
   ROOT %f = f8e4m3fn[16]{0} reduce-scatter(%x), to_apply=%add
-  %g = f32[2,3]{1,0} fusion(%all-reduce.1), calls=%fused
+  %g = f32[2,3]{1,0} fusion(%all-reduce.1), metadata={op_name="an all-reduce(x)"}
   %h = pred[] all-reduce-start(%p)
 """
     assert _mesh.find_collectives(text) == {

@@ -1,8 +1,9 @@
 """Times the optimizer step on this machine: ours, optax's, a staged one, PyTorch's.
 
 ``python -m jax_fused_adamw.bench`` runs it, ``--help`` names its options; with
-``--ladder`` it times the steps from a plain loop to the packed kernel. It needs
-``pip install ".[bench]"``.
+``--ladder`` it times the steps from a plain loop to the packed kernel, with
+``--train-step`` whole train steps, with ``--sharded`` steps and training over several
+devices. It needs ``pip install ".[bench]"``.
 """
 
 

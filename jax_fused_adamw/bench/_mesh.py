@@ -16,7 +16,7 @@ from jax_fused_adamw.bench._problem import Numbers, Problem
 
 _AXIS = "fsdp"
 _COLLECTIVE = re.compile(
-    r" = (?P<types>.*?) (?P<op>all-reduce|all-gather|reduce-scatter|all-to-all"
+    r" = (?P<types>[^%\n]*?) (?P<op>all-reduce|all-gather|reduce-scatter|all-to-all"
     r"|ragged-all-to-all|collective-permute|collective-broadcast)(?P<start>-start)?\("
 )
 _TYPE = re.compile(r"\b(?:pred|[a-z]+(?P<bits>\d+)\w*)\[(?P<sizes>[\d,]*)\]")
