@@ -12,6 +12,7 @@ from jax_fused_adamw._ffi import kernel_info as kernel_info
 from jax_fused_adamw._in_place import InPlaceUpdate as InPlaceUpdate
 from jax_fused_adamw._in_place import step as step
 from jax_fused_adamw._loss_scale import DynamicLossScale as DynamicLossScale
+from jax_fused_adamw._shardings import state_shardings as state_shardings
 from jax_fused_adamw._stats import GradReport as GradReport
 from jax_fused_adamw._stats import grad_stats as grad_stats
 from jax_fused_adamw._stats_plan import StatsPlan as StatsPlan

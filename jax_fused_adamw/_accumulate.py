@@ -16,6 +16,7 @@ from jax_fused_adamw._hyperparams import (
     scale_operand,
     skip_update_operand,
 )
+from jax_fused_adamw._shardings import zeros_like
 from jax_fused_adamw._stats import Analysis, GradReport, analysis_of
 from jax_fused_adamw._transform import FusedAdamW, FusedAdamWState, options_of
 
@@ -143,15 +144,14 @@ def accumulate(
 def _init(tx: Any, params: optax.Params) -> AccumulateState:
     inner_opt_state = tx.init(params)
 
-    def zeros(param: jax.Array) -> jax.Array:
-        dtype = jnp.promote_types(param.dtype, jnp.float32)
-        return jnp.zeros_like(param, dtype)
+    def dtype_of(param: jax.Array) -> Any:
+        return jnp.promote_types(param.dtype, jnp.float32)
 
     return AccumulateState(
         mini_step=jnp.zeros((), jnp.int32),
         total_weight=jnp.zeros((), jnp.float32),
         skip=jnp.zeros((), jnp.bool_),
-        acc_grads=jax.tree.map(zeros, params),
+        acc_grads=zeros_like(params, dtype_of),
         inner_opt_state=inner_opt_state,
         skipped_windows=jnp.zeros((), jnp.int32),
     )

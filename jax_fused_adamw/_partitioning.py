@@ -16,12 +16,18 @@ from jax_fused_adamw._operands import UpdateConfig, unflatten, value_shapes
 
 
 def sharding_rule(config: UpdateConfig, mesh, operands, results):
-    """Leaf i shards alike in all its buffers; scalars are whole on every device."""
+    """Leaf i shards alike in all its buffers; scalars are whole on every device.
+
+    But new parameters lie where those lie that come once more, after the operands, and
+    are not computed with: where the moments are sharded and the parameters are not
+    (ZeRO-1), the new ones are gathered, and the next step compiles no second time.
+    """
     del mesh
     first, n = config.first_leaf, config.num_leaves
     num_leaf_results = config.num_result_kinds * n
     leading = () if config.members is None else ("member",)
 
+    n_operands = first + config.num_operand_kinds * n
     ranks = [len(shape) for shape in value_shapes(config)]
 
     def scalar(i: int, value_type) -> ArrayMapping:
@@ -32,8 +38,8 @@ def sharding_rule(config: UpdateConfig, mesh, operands, results):
     def waited_for(i: int, value_type) -> ArrayMapping:
         return ArrayMapping(*(f"after{i}_dim{d}" for d in range(value_type.rank)))
 
-    def leaf(i: int, value_type) -> ArrayMapping:
-        own = (f"leaf{i}_dim{d}" for d in range(len(leading), value_type.rank))
+    def leaf(i: int, value_type, name="leaf") -> ArrayMapping:
+        own = (f"{name}{i}_dim{d}" for d in range(len(leading), value_type.rank))
         return ArrayMapping(*leading, *own)
 
     return SdyShardingRule(
@@ -43,10 +49,12 @@ def sharding_rule(config: UpdateConfig, mesh, operands, results):
                 waited_for(i, x)
                 for i, x in enumerate(operands[config.num_scalars : first])
             ),
-            *(leaf(i % n, x) for i, x in enumerate(operands[first:])),
+            *(leaf(i % n, x) for i, x in enumerate(operands[first:n_operands])),
+            *(leaf(i, x, "param") for i, x in enumerate(operands[n_operands:])),
         ),
         (
-            *(leaf(i % n, x) for i, x in enumerate(results[:num_leaf_results])),
+            *(leaf(i, x, "param") for i, x in enumerate(results[:n])),
+            *(leaf(i % n, x) for i, x in enumerate(results[n:num_leaf_results])),
             *(scalar(0, x) for x in results[num_leaf_results:]),
         ),
     )
@@ -59,6 +67,7 @@ def partition(bind: Callable, config: UpdateConfig, mesh, operands, results):
     """
     n, first = config.num_leaves, config.first_leaf
     num_leaf_results = config.num_result_kinds * n
+    operands, params = operands[:-n], operands[-n:]
     _, after, buffers = unflatten(config, operands)
     placements = [leaf.sharding for leaf in buffers.mu or buffers.params]
     member_spec = None
@@ -76,7 +85,7 @@ def partition(bind: Callable, config: UpdateConfig, mesh, operands, results):
             local = dataclasses.replace(config, members=shards[first].shape[0])
         # jnp operations of the plain-JAX rule must not see the outer explicit mesh.
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            return tuple(bind(*shards, config=local))
+            return tuple(bind(*shards[:-n], config=local))
 
     return (
         mesh,
@@ -92,8 +101,24 @@ def partition(bind: Callable, config: UpdateConfig, mesh, operands, results):
             ),
             *(x.sharding for x in after),
             *(placements[i % n] for i in range(len(operands) - first)),
+            *(x.sharding for x in params),
         ),
     )
+
+
+def manual_axes() -> frozenset[str]:
+    """The mesh axes of the shard_maps around what is traced."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def is_all_manual() -> bool:
+    """Inside a ``shard_map`` that leaves XLA nothing to partition.
+
+    It is manual over all mesh axes, or all but some of one device. With such an axis
+    custom_partitioning would end in an assertion of JAX's.
+    """
+    shape, manual = jax.sharding.get_abstract_mesh().shape, manual_axes()
+    return bool(manual) and all(n == 1 or a in manual for a, n in shape.items())
 
 
 def align_members(mesh, placements):
@@ -122,7 +147,9 @@ def spec_of(placement) -> tuple:
         return ()
     raise NotImplementedError(
         "fused_adamw: the sharding of a leaf is hidden inside a shard_map that is "
-        "manual over only some mesh axes; make it manual over all of them"
+        "manual over only some mesh axes, and a vmap with a learning rate, count or "
+        "skip of each member needs it: make the shard_map manual over all axes, or "
+        "put it inside of the vmap"
     )
 
 

@@ -42,7 +42,11 @@ from jax_fused_adamw._operands import (
     unflatten,
     unflatten_results,
 )
-from jax_fused_adamw._partitioning import partition, sharding_rule
+from jax_fused_adamw._partitioning import (
+    is_all_manual,
+    partition,
+    sharding_rule,
+)
 from jax_fused_adamw._reference import reference_update
 
 LEAF_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -225,12 +229,21 @@ def _update_call(config: UpdateConfig):
     def bind(*operands):
         return tuple(update_p.bind(*operands, config=config))
 
-    partitioned = custom_partitioning(bind)
+    def bind_before_params(*operands):
+        return bind(*operands[: -config.num_leaves])
+
+    partitioned = custom_partitioning(bind_before_params)
     partitioned.def_partition(
         partition=functools.partial(partition, update_p.bind, config),
         sharding_rule=functools.partial(sharding_rule, config),
     )
-    differentiated = jax.custom_jvp(partitioned)
+
+    def call(*operands):
+        if is_all_manual():
+            return bind(*operands)
+        return partitioned(*operands, *unflatten(config, operands).buffers.params)
+
+    differentiated = jax.custom_jvp(call)
     differentiated.defjvp(refuse_derivative)
     batched = custom_vmap(differentiated)
     batched.def_vmap(functools.partial(batching_rule, _update_call, config))

@@ -30,6 +30,8 @@ from jax_fused_adamw._operands import Scalars, UpdateConfig
 from jax_fused_adamw._partitioning import (
     align_members,
     even_sharding,
+    is_all_manual,
+    manual_axes,
     spec_axes,
     spec_of,
 )
@@ -221,19 +223,11 @@ def _analyze(
             f"{_checks.ordered_axes(scale)} of this shard_map, and one norm is asked "
             "for: reduce the scale over them first (psum, pmin)"
         )
-    native = implementation == "ffi" and not _is_partly_manual()
+    # Inside a shard_map over some axes of the mesh, the shardings over the others are
+    # hidden from custom_partitioning; plain JAX lets XLA partition the sums.
+    is_hidden = bool(manual_axes()) and not is_all_manual()
+    native = implementation == "ffi" and not is_hidden
     return _jitted_reports(_Config(per_leaf, native), scale, leaves)
-
-
-def _is_partly_manual() -> bool:
-    """Inside a ``shard_map`` over some axes of the mesh.
-
-    The shardings over its other axes are then hidden from custom_partitioning; plain
-    JAX lets XLA partition the sums.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    manual = set(getattr(mesh, "manual_axes", ()))
-    return bool(manual) and manual != set(mesh.axis_names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -434,7 +428,11 @@ def _call(config: _Config):
         partition=functools.partial(_partition, config),
         sharding_rule=functools.partial(_sharding_rule, config),
     )
-    differentiated = jax.custom_jvp(partitioned)
+
+    def call(*operands):
+        return reports(*operands) if is_all_manual() else partitioned(*operands)
+
+    differentiated = jax.custom_jvp(call)
     differentiated.defjvp(_jvp)
     batched = custom_vmap(differentiated)
     batched.def_vmap(functools.partial(_batching_rule, config))

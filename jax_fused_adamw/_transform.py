@@ -32,6 +32,7 @@ from jax_fused_adamw._operands import (
     call_in_parts,
 )
 from jax_fused_adamw._primitives import fused_update
+from jax_fused_adamw._shardings import zeros_like
 from jax_fused_adamw._stats import (
     GradReport,
     analysis_of,
@@ -122,16 +123,12 @@ def options_of(tx: FusedAdamW) -> Options:
 
 def _init(options: Options, params: optax.Params) -> FusedAdamWState:
     _checks.check_params(params)
-
-    def zeros() -> Any:
-        # One buffer a leaf: donating the state must never donate a buffer twice.
-        return jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
-
+    # One buffer a leaf: donating the state must never donate a buffer twice.
     return FusedAdamWState(
         count=jnp.zeros((), jnp.int32),
-        mu=zeros(),
-        nu=zeros(),
-        nu_max=None if options.amsgrad == "off" else zeros(),
+        mu=zeros_like(params),
+        nu=zeros_like(params),
+        nu_max=None if options.amsgrad == "off" else zeros_like(params),
         master=None,
         ema=None,
         skipped=jnp.zeros((), jnp.int32),
