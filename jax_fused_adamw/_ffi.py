@@ -12,9 +12,12 @@ import importlib
 import pathlib
 import re
 import types
+from typing import Any
 
 import jax
 import jaxlib
+
+from jax_fused_adamw._export import is_for_export
 
 UPDATE_TARGET = "jax_fused_adamw_update_v1"
 ANALYZE_TARGET = "jax_fused_adamw_analyze_gradient_v1"
@@ -188,14 +191,21 @@ def kernel_info() -> KernelInfo:
     return _INFO
 
 
-def require_module(platform: str) -> None:
+def require_module(platform: str, ctx: Any) -> None:
     """Raises where the native module of ``platform`` cannot serve.
+
+    An exported program may be for another machine, where its custom calls are looked
+    up by name.
+
+    Args:
+      platform: ``"cpu"`` or ``"cuda"``.
+      ctx: of the lowering rule.
 
     Raises:
       RuntimeError: with the reason, the whole report, and the way out.
     """
     module = getattr(kernel_info(), platform)
-    if not module.loaded:
+    if not module.loaded and not is_for_export(ctx):
         raise RuntimeError(
             f"fused_adamw has no native kernel for {platform}: {module.reason}. "
             'Pass implementation="xla" to use plain JAX on this platform.\n'

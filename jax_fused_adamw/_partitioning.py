@@ -12,6 +12,7 @@ import jax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_fused_adamw._export import refuse_partitioned_export
 from jax_fused_adamw._operands import UpdateConfig, unflatten, value_shapes
 
 
@@ -119,6 +120,17 @@ def is_all_manual() -> bool:
     """
     shape, manual = jax.sharding.get_abstract_mesh().shape, manual_axes()
     return bool(manual) and all(n == 1 or a in manual for a, n in shape.items())
+
+
+def partitioned_call(plain: Callable, partitioned: Callable) -> Callable:
+    """A function of flat operands: ``partitioned``, where there is a need for it."""
+
+    def call(first, *others):
+        if is_all_manual():
+            return plain(first, *others)
+        return partitioned(refuse_partitioned_export(first), *others)
+
+    return call
 
 
 def align_members(mesh, placements):

@@ -43,8 +43,8 @@ from jax_fused_adamw._operands import (
     unflatten_results,
 )
 from jax_fused_adamw._partitioning import (
-    is_all_manual,
     partition,
+    partitioned_call,
     sharding_rule,
 )
 from jax_fused_adamw._reference import reference_update
@@ -155,7 +155,7 @@ def attributes(config: UpdateConfig) -> dict[str, Any]:
 
 
 def _update_native_lowering(platform: str, ctx, *operands, config: UpdateConfig):
-    _ffi.require_module(platform)
+    _ffi.require_module(platform, ctx)
     limit = _LEAVES_PER_CALL[platform]
     if config.num_leaves > limit:
         split = mlir.lower_fun(
@@ -229,21 +229,19 @@ def _update_call(config: UpdateConfig):
     def bind(*operands):
         return tuple(update_p.bind(*operands, config=config))
 
-    def bind_before_params(*operands):
+    def bind_without_params(*operands):
         return bind(*operands[: -config.num_leaves])
 
-    partitioned = custom_partitioning(bind_before_params)
+    partitioned = custom_partitioning(bind_without_params)
     partitioned.def_partition(
         partition=functools.partial(partition, update_p.bind, config),
         sharding_rule=functools.partial(sharding_rule, config),
     )
 
-    def call(*operands):
-        if is_all_manual():
-            return bind(*operands)
+    def with_params(*operands):
         return partitioned(*operands, *unflatten(config, operands).buffers.params)
 
-    differentiated = jax.custom_jvp(call)
+    differentiated = jax.custom_jvp(partitioned_call(bind, with_params))
     differentiated.defjvp(refuse_derivative)
     batched = custom_vmap(differentiated)
     batched.def_vmap(functools.partial(batching_rule, _update_call, config))

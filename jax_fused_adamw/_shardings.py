@@ -16,7 +16,7 @@ from jax.experimental.custom_partitioning import (
 )
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_fused_adamw._partitioning import is_all_manual
+from jax_fused_adamw._partitioning import partitioned_call
 
 
 def _float32(leaf: Any) -> Any:
@@ -53,13 +53,8 @@ def _placed_zeros(dtypes: tuple[np.dtype, ...]):
     partitioned.def_partition(
         partition=functools.partial(_partition, zeros), sharding_rule=_sharding_rule
     )
-
     # Jitted, because custom_partitioning called eagerly replicates its operands.
-    @jax.jit
-    def call(*arrays):
-        return zeros(*arrays) if is_all_manual() else partitioned(*arrays)
-
-    batched = custom_vmap(call)
+    batched = custom_vmap(jax.jit(partitioned_call(zeros, partitioned)))
 
     @batched.def_vmap
     def batching_rule(axis_size, in_batched, *arrays):

@@ -32,6 +32,7 @@ from jax_fused_adamw._partitioning import (
     even_sharding,
     is_all_manual,
     manual_axes,
+    partitioned_call,
     spec_axes,
     spec_of,
 )
@@ -428,11 +429,7 @@ def _call(config: _Config):
         partition=functools.partial(_partition, config),
         sharding_rule=functools.partial(_sharding_rule, config),
     )
-
-    def call(*operands):
-        return reports(*operands) if is_all_manual() else partitioned(*operands)
-
-    differentiated = jax.custom_jvp(call)
+    differentiated = jax.custom_jvp(partitioned_call(reports, partitioned))
     differentiated.defjvp(_jvp)
     batched = custom_vmap(differentiated)
     batched.def_vmap(functools.partial(_batching_rule, config))

@@ -145,7 +145,7 @@ def _with_members_of(operands, members: int | None, avals) -> list[ShapedArray]:
 
 
 def _analyze_native_lowering(platform: str, ctx, *operands, members, chunk, per_leaf):
-    _ffi.require_module(platform)
+    _ffi.require_module(platform, ctx)
     segments = segments_of(ctx.avals_in[1:], members, chunk, per_leaf)
     return jax.ffi.ffi_lowering(_ffi.ANALYZE_TARGET)(
         ctx,
@@ -230,7 +230,7 @@ def _segment_attributes(
 
 
 def _merge_native_lowering(platform: str, ctx, rows, *, segments, members):
-    _ffi.require_module(platform)
+    _ffi.require_module(platform, ctx)
     return jax.ffi.ffi_lowering(_ffi.MERGE_TARGET)(
         ctx, rows, **_segment_attributes(segments, members)
     )
