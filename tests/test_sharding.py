@@ -5,19 +5,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_same_bits, copies, count_ops
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import KINDS, is_placed, make_mesh, place
 
 import jax_fused_adamw as jfa
 
-pytestmark = pytest.mark.devices(8)
-
-SPECS = {"both": P("x", "y"), "flat": P(("x", "y")), "whole": P(), "last": P(None, "y")}
-SHAPES = {"both": (8, 4), "flat": (16,), "whole": (3,), "last": (3, 4)}
+SHAPES = {"both": (8, 8), "flat": (16,), "half": (8, 2), "last": (3, 8), "whole": (3,)}
 VALUES = {
     name: np.random.default_rng(0).normal(size=shape).astype(np.float32)
     for name, shape in SHAPES.items()
 }
+VALUES["half"] = VALUES["half"].astype(jnp.bfloat16)
+LAYOUTS = {  # mesh axes, and the spec of each leaf
+    "fsdp": (("x",), [P("x"), P("x"), P("x"), P(None, "x"), P()]),
+    "fsdp+tp": (("x", "y"), [P("x", "y"), P(("x", "y")), P("x"), P(None, "y"), P()]),
+    "3d": (
+        ("x", "y", "z"),
+        [P("x", ("y", "z")), P(("x", "y", "z")), P("z", "y"), P(None, "x"), P()],
+    ),
+}
+SPECS = dict(zip(SHAPES, LAYOUTS["fsdp+tp"][1]))
+ZERO_1 = {**SPECS, "both": P(None, ("x", "y")), "half": P(("x", "y")), "last": P()}
 TX = jfa.fused_adamw(0.1, weight_decay=0.1, amsgrad=True)
 
 
@@ -25,81 +34,142 @@ def step(params, state, grads):
     return jfa.step(TX, grads, state, params)
 
 
-@pytest.fixture(params=["Auto", "Explicit"])
+def two_steps(params, grads):
+    params, state = step(params, TX.init(params), grads)
+    return step(params, state, grads)
+
+
+@pytest.fixture(params=KINDS)
 def mesh(request):
-    kind = getattr(AxisType, request.param)
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
+    mesh = make_mesh("x", "y", kind=request.param)
     with jax.set_mesh(mesh):
         yield mesh
 
 
-def place(mesh, tree):
-    return {
-        name: jax.device_put(np.array(leaf), NamedSharding(mesh, SPECS[name]))
-        for name, leaf in tree.items()
-    }
-
-
-def test_sharded_step_gathers_nothing_copies_nothing(mesh):
-    params, grads = place(mesh, VALUES), place(mesh, VALUES)
-    state = TX.init(params)
-    assert all(state.mu[k].sharding == params[k].sharding for k in params)
-    jitted = jax.jit(step, donate_argnums=(0, 1))
-    compiled = jitted.lower(params, state, grads).compile()
-    assert count_ops(compiled, "all-gather") == 0
-    assert count_ops(compiled, "all-reduce") == 0
-    assert copies(compiled) == 0
-    shardings = {name: leaf.sharding for name, leaf in params.items()}
-    new_params, new_state = jitted(params, state, grads)
-    for tree in (new_params, new_state.mu, new_state.nu, new_state.nu_max):
-        for name, leaf in tree.items():
-            assert leaf.sharding.is_equivalent_to(shardings[name], leaf.ndim)
-
-
-def test_sharded_bits_equal_one_device():
-    expected = step(VALUES, TX.init(VALUES), VALUES)
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("donate", [True, False], ids=["donated", "kept"])
+def test_step_gathers_nothing_copies_nothing_and_has_the_bits_of_one_device(
+    kind, layout, donate
+):
+    axes, specs = LAYOUTS[layout]
+    specs = dict(zip(SHAPES, specs))
+    expected = jax.device_get(two_steps(VALUES, VALUES))
+    mesh = make_mesh(*axes, kind=kind)
     with jax.set_mesh(mesh):
-        params = place(mesh, VALUES)
-        got = jax.jit(step)(params, TX.init(params), place(mesh, VALUES))
+        params, grads = place(mesh, VALUES, specs), place(mesh, VALUES, specs)
+        state = jax.jit(TX.init)(params)
+        donated = (0, 1) if donate else ()
+        jitted = jax.jit(lambda *arguments: step(*arguments), donate_argnums=donated)
+        compiled = jitted.lower(params, state, grads).compile()
+        first = jitted(params, state, grads)
+        second = jitted(*jax.tree.map(jnp.copy, first), grads)
+    assert count_ops(compiled, "all-gather") == count_ops(compiled, "all-reduce") == 0
+    assert count_ops(compiled, "all-to-all") == 0
+    assert copies(compiled) == 0 or not donate
+    if not donate:
+        assert_same_bits(jax.device_get(params), VALUES)
+    new_params, new_state = second
+    for tree in (new_params, new_state.mu, new_state.nu, new_state.nu_max):
+        assert all(is_placed(leaf, mesh, specs[k]) for k, leaf in tree.items())
+    assert_same_bits(jax.device_get(second), expected)
+    assert jitted._cache_size() == 1
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_zero_1_gathers_each_new_parameter_once(mesh, amsgrad):
+    """Whole parameters and gradients, moments cut along one dimension."""
+    tx = jfa.fused_adamw(0.1, weight_decay=0.1, amsgrad=amsgrad)
+    params, grads = place(mesh, VALUES, P()), place(mesh, VALUES, P())
+    shardings = jfa.state_shardings(tx, place(mesh, VALUES, ZERO_1))
+    state = jax.jit(tx.init, out_shardings=shardings)(params)
+    jitted = jax.jit(lambda p, s, g: tx.step(g, s, p), donate_argnums=(0, 1))
+    compiled = jitted.lower(params, state, grads).compile()
+    num_sharded = sum(spec != P() for spec in ZERO_1.values())
+    num_gathers = num_sharded if mesh.size > 1 else 0
+    assert count_ops(compiled, "all-gather") == num_gathers
+    assert count_ops(compiled, "all-reduce") == count_ops(compiled, "all-to-all") == 0
+    for _ in range(3):
+        params, state = jitted(params, state, grads)
+    assert jitted._cache_size() == 1
+    assert all(is_placed(leaf, mesh, P()) for leaf in params.values())
+    for moments in (state.mu, state.nu):
+        assert all(is_placed(leaf, mesh, ZERO_1[k]) for k, leaf in moments.items())
+    expected, end = VALUES, tx.init(VALUES)
+    for _ in range(3):
+        expected, end = tx.step(VALUES, end, expected)
+    assert_same_bits(jax.device_get((params, state)), jax.device_get((expected, end)))
+
+
+def test_updates_of_the_protocol_come_as_the_parameters_do(mesh):
+    """So that optax.apply_updates keeps the parameters where they are."""
+    params, grads = place(mesh, VALUES, P()), place(mesh, VALUES, P())
+    state = TX.init(place(mesh, VALUES, SPECS))
+    updates, _ = jax.jit(TX.update)(grads, state, params)
+    assert all(is_placed(leaf, mesh, P()) for leaf in updates.values())
+
+
+def test_moments_of_a_restored_state_follow_the_parameters():
+    """Arrays of the host, which belong to no device yet."""
+    mesh = make_mesh("x", "y")
+    params, grads = place(mesh, VALUES, SPECS), place(mesh, VALUES, SPECS)
+    state = jax.device_get(TX.init(params))
+    jitted = jax.jit(step)
+    assert count_ops(jitted.lower(params, state, grads).compile(), "all-gather") == 0
+    _, new_state = jitted(params, state, grads)
+    assert all(is_placed(leaf, mesh, SPECS[k]) for k, leaf in new_state.mu.items())
+
+
+def test_leaves_of_uneven_parts():
+    """XLA may cut 37 elements into 8 parts of 5, the last one filled up."""
+    mesh = make_mesh("x")
+    values = np.random.default_rng(0).normal(size=40).astype(np.float32)
+    expected, _ = two_steps({"w": values[:37]}, {"w": values[:37]})
+
+    def of_slice(params, grads):
+        return two_steps({"w": params[:37]}, {"w": grads[:37]})[0]
+
+    leaf = jax.device_put(values, NamedSharding(mesh, P("x")))
+    got = jax.jit(of_slice)(leaf, leaf)
     assert_same_bits(jax.device_get(got), jax.device_get(expected))
 
 
-def test_inside_shard_map():
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    values = np.linspace(-1.0, 1.0, 64, dtype=np.float32)
-    state = TX.init({"w": values})
-    expected, _ = step({"w": values}, state, {"w": values})
-
-    def local(w, mu, nu, nu_max, grad):
-        shard = state._replace(mu={"w": mu}, nu={"w": nu}, nu_max={"w": nu_max})
-        return step({"w": w}, shard, {"w": grad})[0]["w"]
-
-    sharded = jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=(P("x"),) * 5, out_specs=P("x"))
-    )
-    moments = (state.mu["w"], state.nu["w"], state.nu_max["w"])
-    assert_same_bits(
-        jax.device_get(sharded(values, *moments, values)),
-        jax.device_get(expected["w"]),
-    )
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_state_on_another_device_is_an_error_of_jax(wrap):
+    first, second = jax.devices()[:2]
+    params = jax.device_put(VALUES, first)
+    state = TX.init(jax.device_put(VALUES, second))
+    with pytest.raises(ValueError, match="incompatible devices"):
+        wrap(step)(params, state, params)
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_state_of_another_mesh_is_an_error_of_jax():
+    """A program with custom partitioning has one mesh."""
+    values = {"w": VALUES["flat"]}
+    params = place(make_mesh("x", "y"), values, P("x"))
+    state = TX.init(place(make_mesh("z"), values, P("z")))
+    with pytest.raises(ValueError, match="mesh should be the same"):
+        step(params, state, params)
+
+
+# --- vmap -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_vmap_of_arrays_made_before_the_mesh(kind):
     """Such arrays reach the partitioner without a spec, replicated."""
     tx = jfa.fused_adamw(0.1)
     params = jnp.linspace(0.0, 1.0, 12).reshape(4, 3)
     state = jax.vmap(tx.init)(params)
     expected = jax.vmap(lambda p, s: tx.step(p, s, p))(params, state)
-    kinds = (getattr(AxisType, kind),)
-    with jax.set_mesh(jax.make_mesh((8,), ("m",), axis_types=kinds)):
+    with jax.set_mesh(make_mesh("m", kind=kind)):
         got = jax.jit(jax.vmap(lambda p, s: tx.step(p, s, p)))(params, state)
     assert_same_bits(jax.device_get(got), jax.device_get(expected))
 
 
 def test_members_of_a_vmap_shard_with_their_scalars():
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    mesh = make_mesh("x", "y")
     rates, skips = jnp.linspace(0.1, 0.8, 8), jnp.arange(8) % 2
     values = np.random.default_rng(1).normal(size=(8, 6)).astype(np.float32)
 
@@ -124,51 +194,5 @@ def test_members_of_a_vmap_shard_with_their_scalars():
         compiled = jitted.lower(w, mu, nu, w, rates, skips).compile()
         got = jitted(w, mu, nu, w, rates, skips)
     assert count_ops(compiled, "all-gather") == 0
-    assert got.sharding.spec == P("x", "y")
+    assert is_placed(got, mesh, P("x", "y"))
     assert_same_bits(jax.device_get(got), jax.device_get(expected))
-
-
-@pytest.mark.parametrize(
-    "varying, text",
-    [
-        ("grad", "grads.*psum your gradients over .'x'."),
-        ("mu", "state.mu.*same in_specs"),
-        ("skip", "scalar.*reduce the scalar"),
-        ("scale", "scalar.*reduce the scalar"),
-    ],
-)
-def test_shard_map_operands_must_vary_alike(varying, text):
-    """Otherwise a parameter declared the same on all devices would stop being so."""
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    tx = jfa.fused_adamw(0.1)
-    whole, split = jnp.ones(8), jnp.ones((8, 8))
-
-    def local(w, other):
-        other = other[0]
-        grad = other if varying == "grad" else w
-        state = tx.init({"w": w})
-        if varying == "mu":
-            state = state._replace(mu={"w": other})
-        extra = dict(skip_update=other[0] > 0) if varying == "skip" else {}
-        extra |= dict(gradient_scale=other[0]) if varying == "scale" else {}
-        return jfa.step(tx, {"w": grad}, state, {"w": w}, **extra)[0]["w"]
-
-    in_specs = (P(), P("x"))
-    sharded = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P())
-    with pytest.raises(TypeError, match=text):
-        jax.jit(sharded)(whole, split)
-
-
-def test_shard_map_with_summed_gradients():
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    tx = jfa.fused_adamw(0.1)
-
-    def local(w, grad):
-        grad = jax.lax.psum(grad[0], "x")
-        return jfa.step(tx, {"w": grad}, tx.init({"w": w}), {"w": w})[0]["w"]
-
-    sharded = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("x")), out_specs=P())
-    got = jax.jit(sharded)(jnp.ones(4), jnp.ones((8, 4)))
-    params = {"w": jnp.ones(4)}
-    expected, _ = tx.step({"w": 8 * jnp.ones(4)}, tx.init(params), params)
-    assert_same_bits(jax.device_get(got), jax.device_get(expected["w"]))
