@@ -159,10 +159,8 @@ def reference_analyze(gradient_scale, *grads, members, chunk, per_leaf):
     """The same in plain JAX: all of a leaf in its first row, its others zero."""
     leading = _leading(members)
     divisor = gradient_divisor(gradient_scale)
-    if divisor.ndim:
-        divisor = divisor[:, None]
     rows = [
-        _reference_row(grad.reshape(*leading, -1), divisor, num_rows(size, chunk))
+        _reference_row(grad, divisor, len(leading), num_rows(size, chunk))
         for grad, size in zip(grads, member_sizes(grads, members), strict=True)
         if size
     ]
@@ -172,13 +170,19 @@ def reference_analyze(gradient_scale, *grads, members, chunk, per_leaf):
     return [*reference_merge(rows, segments=segments, members=members), rows]
 
 
-def _reference_row(grad, divisor, rows: int):
-    x = grad.astype(jnp.float32) / divisor
+def _reference_row(grad, divisor, leading: int, rows: int):
+    # Not flattened: that would gather what is cut along any dimension but the first.
+    axes = tuple(range(leading, grad.ndim))
+
+    def spread(x):
+        return jnp.expand_dims(x, axes) if x.ndim else x
+
+    x = grad.astype(jnp.float32) / spread(divisor)
     bits = lax.bitcast_convert_type(x, jnp.uint32) & 0x7FFFFFFF
-    max_bits = bits.max(axis=-1)
-    nonfinite = (bits >= _INFINITY_BITS).sum(axis=-1, dtype=jnp.uint32)
-    scaled = x * inverse_scale(max_bits)[..., None]
-    total = jnp.where(max_bits < _INFINITY_BITS, jnp.square(scaled).sum(axis=-1), 0.0)
+    max_bits = bits.max(axis=axes)
+    nonfinite = (bits >= _INFINITY_BITS).sum(axis=axes, dtype=jnp.uint32)
+    scaled = x * spread(inverse_scale(max_bits))
+    total = jnp.where(max_bits < _INFINITY_BITS, jnp.square(scaled).sum(axis=axes), 0.0)
     row = [lax.bitcast_convert_type(total, jnp.uint32), max_bits, nonfinite]
     row = jnp.stack(row, axis=-1)[..., None, :]
     return jnp.pad(row, [(0, 0)] * (row.ndim - 2) + [(0, rows - 1), (0, 0)])

@@ -4,12 +4,14 @@ import json
 import os
 
 # Sharding and placement tests need several devices; the others use the first one.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-).strip()
+_FLAG = "--xla_force_host_platform_device_count"
+if _FLAG not in os.environ.get("XLA_FLAGS", ""):
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8"
+    os.environ["XLA_FLAGS"] = flags.strip()
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from meshes import KINDS, make_mesh  # noqa: E402
 
 
 def pytest_runtest_setup(item):
@@ -37,6 +39,14 @@ def strict_promotion():
     """Our own code never relies on implicit dtype or rank promotion."""
     with jax.numpy_rank_promotion("raise"):
         yield
+
+
+@pytest.fixture(params=KINDS)
+def mesh(request):
+    """Of axes x and y, in use."""
+    mesh = make_mesh("x", "y", kind=request.param)
+    with jax.set_mesh(mesh):
+        yield mesh
 
 
 @pytest.fixture
