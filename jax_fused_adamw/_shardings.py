@@ -127,11 +127,16 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
     whole = _whole(jax.tree.leaves(shardings))
     return optax.tree.map_params(
         tx,
-        lambda _, sharding: sharding,
+        lambda x, sharding: x if _is_masked(x) else sharding,
         jax.eval_shape(tx.init, params),
         shardings,
         transform_non_params=lambda _: whole,
+        is_leaf=_is_masked,
     )
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
 
 
 def _sharding_of(path: Any, param: Any) -> jax.sharding.Sharding:
