@@ -160,6 +160,27 @@ def check_moments(name: str, moments: Any, params: Any) -> None:
         _check_shape(tree, path, moment, param)
 
 
+MOMENTS = ("mu", "nu", "nu_max")
+
+
+def moment_trees(state: Any) -> dict[str, Any]:
+    """The moments, by the names that messages call them."""
+    return {f"state.{name}": getattr(state, name) for name in MOMENTS}
+
+
+def check_memory(trees: dict[str, Any]) -> None:
+    """Raises ValueError for a leaf in host memory, where no kernel may reach it."""
+    for name, tree in trees.items():
+        for path, leaf in tree_leaves_with_path(tree):
+            if jax.typeof(leaf).memory_space == jax.memory.Space.Host:
+                raise ValueError(
+                    f"fused_adamw: {leaf_name(name, path)} lies in host memory, "
+                    "expected device memory: inside jit, jax.device_put(x, "
+                    "jax.memory.Space.Device) brings it there before the step, and "
+                    "jax.memory.Space.Host back afterwards"
+                )
+
+
 def check_replication(params: Any, grads: Any, state: Any, scalars: Any) -> None:
     """Raises TypeError for operands of a shard_map that would differ in secret.
 
@@ -167,9 +188,7 @@ def check_replication(params: Any, grads: Any, state: Any, scalars: Any) -> None
     varies over a mesh axis, a parameter declared the same on all devices would silently
     stop being so.
     """
-    trees = {"grads": grads} | {
-        f"state.{name}": getattr(state, name) for name in ("mu", "nu", "nu_max")
-    }
+    trees = {"grads": grads} | moment_trees(state)
     leaves = jax.tree.leaves((params, trees, scalars))
     if not any(varying_axes(leaf) for leaf in leaves):
         return

@@ -147,6 +147,7 @@ def grad_stats(
     """
     with _checks.speaking_as("grad_stats"):
         _checks.check_grad_leaves(grads)
+        _checks.check_memory({"grads": grads})
         check_gradient_scale(gradient_scale)
         implementation = _checks.choose(
             "implementation", implementation, _checks.IMPLEMENTATIONS

@@ -182,8 +182,9 @@ def fused_step(
         state = _init(options, None)
     else:
         _check_state(options, state, params)
-    if control.report is not None:
-        check_report(control.report)
+    arrays = {"params": params, "grads": grads} | _checks.moment_trees(state)
+    _checks.check_memory(arrays)
+    analysis = _analysis(options, grads, control)
     hyperparams = _hyperparams(options, state.count, control.gradient_scale)
     hyper_bits, traced, traced_values = encode(hyperparams)
     scalars = Scalars(
@@ -306,7 +307,7 @@ def _check_state(options: Options, state: FusedAdamWState, params: Any) -> None:
             "(max_grad_norm, skip_nonfinite); use the state with the options it was "
             "made with"
         )
-    moments = ("mu", "nu") if state.nu_max is None else ("mu", "nu", "nu_max")
+    moments = _checks.MOMENTS if state.nu_max is not None else ("mu", "nu")
     for name in moments:
         _checks.check_moments(name, getattr(state, name), params)
     for name in ("count", "skipped", "consecutive"):
