@@ -112,8 +112,8 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
       >>> params = {"w": jax.ShapeDtypeStruct((64, 4), jnp.float32, sharding=rows)}
       >>> tx = jfa.fused_adamw(1e-3)
       >>> shardings = jfa.state_shardings(tx, params)
-      >>> print(shardings.mu["w"].spec, shardings.count.spec)
-      PartitionSpec('data',) PartitionSpec()
+      >>> shardings.mu["w"] == rows, shardings.count.is_fully_replicated
+      (True, True)
 
       What a checkpoint is restored into:
 

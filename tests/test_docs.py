@@ -34,6 +34,7 @@ def test_public_names_are_the_documented_ones():
         "fused_adamw",
         "grad_stats",
         "kernel_info",
+        "state_shardings",
         "step",
     }
 
@@ -59,6 +60,7 @@ def test_docstring(name):
         "adamw_step",
         "fused_adamw",
         "kernel_info",
+        "state_shardings",
         "step",
     ],
 )
@@ -76,4 +78,4 @@ def test_readme_python_runs():
     with jax.numpy_rank_promotion("allow"):  # a reader's code is not ours
         for block in blocks:
             exec(compile(block, str(README), "exec"), namespace)
-    assert namespace["state"].inner_opt_state.count == 1
+    assert namespace["state"].count == 1
