@@ -79,6 +79,10 @@ def fused_adamw(
     ``None`` and ``optax.MaskedNode`` pass through. The update has the dtype of its
     parameter. Gradients may be of any of the three dtypes, leaf by leaf.
 
+    On a mesh each leaf is updated where its first moment lies, without a gather, and
+    comes back with the sharding it had; the norm and the decision to skip are those of
+    the whole tree. :func:`state_shardings` places a state.
+
     ``update`` and ``step`` take three more arguments, all data on the device:
 
     * ``skip_update``: a bool or integer scalar. Non-zero leaves parameters, moments

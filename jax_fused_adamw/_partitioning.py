@@ -9,7 +9,11 @@ import math
 from collections.abc import Callable
 
 import jax
-from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    SdyShardingRule,
+    custom_partitioning,
+)
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fused_adamw._export import refuse_partitioned_export
@@ -122,8 +126,32 @@ def is_all_manual() -> bool:
     return bool(manual) and all(n == 1 or a in manual for a, n in shape.items())
 
 
-def partitioned_call(plain: Callable, partitioned: Callable) -> Callable:
-    """A function of flat operands: ``partitioned``, where there is a need for it."""
+def with_partitioning(
+    function: Callable, partition: Callable, sharding_rule: Callable
+) -> Callable:
+    """``custom_partitioning`` of a function of flat operands."""
+
+    def define(decode_shardings: bool):
+        partitioned = custom_partitioning(function)
+        partitioned.def_partition(
+            partition=partition,
+            sharding_rule=sharding_rule,
+            decode_shardings=decode_shardings,
+        )
+        return partitioned
+
+    # Inside a shard_map over some mesh axes JAX cannot tell a spec, and fails to where
+    # there is a context mesh.
+    visible, hidden = define(True), define(False)
+
+    def partitioned(*operands):
+        return (hidden if manual_axes() else visible)(*operands)
+
+    return partitioned
+
+
+def unless_all_manual(plain: Callable, partitioned: Callable) -> Callable:
+    """``partitioned``, or where XLA has nothing to partition the plain function."""
 
     def call(first, *others):
         if is_all_manual():
@@ -160,8 +188,7 @@ def spec_of(placement) -> tuple:
     raise NotImplementedError(
         "fused_adamw: the sharding of a leaf is hidden inside a shard_map that is "
         "manual over only some mesh axes, and a vmap with a learning rate, count or "
-        "skip of each member needs it: make the shard_map manual over all axes, or "
-        "put it inside of the vmap"
+        "skip of each member needs it: make the shard_map manual over all axes"
     )
 
 

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -44,8 +43,9 @@ from jax_fused_adamw._operands import (
 )
 from jax_fused_adamw._partitioning import (
     partition,
-    partitioned_call,
     sharding_rule,
+    unless_all_manual,
+    with_partitioning,
 )
 from jax_fused_adamw._reference import reference_update
 
@@ -232,16 +232,16 @@ def _update_call(config: UpdateConfig):
     def bind_without_params(*operands):
         return bind(*operands[: -config.num_leaves])
 
-    partitioned = custom_partitioning(bind_without_params)
-    partitioned.def_partition(
-        partition=functools.partial(partition, update_p.bind, config),
-        sharding_rule=functools.partial(sharding_rule, config),
+    partitioned = with_partitioning(
+        bind_without_params,
+        functools.partial(partition, update_p.bind, config),
+        functools.partial(sharding_rule, config),
     )
 
     def with_params(*operands):
         return partitioned(*operands, *unflatten(config, operands).buffers.params)
 
-    differentiated = jax.custom_jvp(partitioned_call(bind, with_params))
+    differentiated = jax.custom_jvp(unless_all_manual(bind, with_params))
     differentiated.defjvp(refuse_derivative)
     batched = custom_vmap(differentiated)
     batched.def_vmap(functools.partial(batching_rule, _update_call, config))

@@ -9,14 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.custom_batching import custom_vmap
-from jax.experimental.custom_partitioning import (
-    ArrayMapping,
-    SdyShardingRule,
-    custom_partitioning,
-)
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_fused_adamw._partitioning import partitioned_call
+from jax_fused_adamw._partitioning import unless_all_manual, with_partitioning
 
 
 def _float32(leaf: Any) -> Any:
@@ -44,17 +40,15 @@ def zeros_like(tree: Any, dtype_of: Callable[[Any], Any] = _float32) -> Any:
 
 @functools.cache
 def _placed_zeros(dtypes: tuple[np.dtype, ...]):
-    """``(*arrays) -> (*zeros)``, by :func:`custom_partitioning`."""
+    """``(*arrays) -> (*zeros)``, each where its array lies."""
 
     def zeros(*arrays):
         return tuple(map(jnp.zeros_like, arrays, dtypes))
 
-    partitioned = custom_partitioning(zeros)
-    partitioned.def_partition(
-        partition=functools.partial(_partition, zeros), sharding_rule=_sharding_rule
-    )
+    partition = functools.partial(_partition, zeros)
+    partitioned = with_partitioning(zeros, partition, _sharding_rule)
     # Jitted, because custom_partitioning called eagerly replicates its operands.
-    batched = custom_vmap(jax.jit(partitioned_call(zeros, partitioned)))
+    batched = custom_vmap(jax.jit(unless_all_manual(zeros, partitioned)))
 
     @batched.def_vmap
     def batching_rule(axis_size, in_batched, *arrays):

@@ -16,11 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.experimental.custom_partitioning import (
-    ArrayMapping,
-    SdyShardingRule,
-    custom_partitioning,
-)
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fused_adamw import _checks
@@ -32,9 +28,10 @@ from jax_fused_adamw._partitioning import (
     even_sharding,
     is_all_manual,
     manual_axes,
-    partitioned_call,
     spec_axes,
     spec_of,
+    unless_all_manual,
+    with_partitioning,
 )
 from jax_fused_adamw._reference import gradient_divisor
 from jax_fused_adamw._stats_jvp import Statistics, with_tangents
@@ -425,12 +422,12 @@ def _call(config: _Config):
     def reports(*operands):
         return tuple(_local_reports(config, *operands))
 
-    partitioned = custom_partitioning(reports)
-    partitioned.def_partition(
-        partition=functools.partial(_partition, config),
-        sharding_rule=functools.partial(_sharding_rule, config),
+    partitioned = with_partitioning(
+        reports,
+        functools.partial(_partition, config),
+        functools.partial(_sharding_rule, config),
     )
-    differentiated = jax.custom_jvp(partitioned_call(reports, partitioned))
+    differentiated = jax.custom_jvp(unless_all_manual(reports, partitioned))
     differentiated.defjvp(_jvp)
     batched = custom_vmap(differentiated)
     batched.def_vmap(functools.partial(_batching_rule, config))

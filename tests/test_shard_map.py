@@ -70,6 +70,27 @@ def test_step(kind, axes, manual, options):
         jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, 1e-5), got, expected)
 
 
+@pytest.mark.filterwarnings("ignore:.with mesh.:DeprecationWarning")
+@pytest.mark.parametrize(
+    "context", [jax.set_mesh, lambda mesh: mesh], ids=["set", "with"]
+)
+def test_over_some_axes_with_a_mesh_in_use(context):
+    mesh, tx = make_mesh("x", "y"), jfa.fused_adamw(0.1)
+    params = place(mesh, VALUES, {"w": P("x", "y"), "b": P()})
+    expected, _ = steps(tx, VALUES, VALUES)
+    specs = {"w": P(None, "y"), "b": P()}
+    with context:
+        inside = jax.shard_map(
+            lambda p, g: steps(tx, p, g)[0],
+            mesh=mesh,
+            in_specs=(specs, specs),
+            out_specs=specs,
+            axis_names={"y"},
+        )
+        got = jax.jit(inside)(params, params)
+    assert_same_bits(jax.device_get(got), jax.device_get(expected))
+
+
 @pytest.mark.parametrize(
     "varying, text",
     [
