@@ -71,11 +71,10 @@ def test_step(kind, axes, manual, options):
 
 
 @pytest.mark.filterwarnings("ignore:.with mesh.:DeprecationWarning")
-@pytest.mark.parametrize(
-    "context", [jax.set_mesh, lambda mesh: mesh], ids=["set", "with"]
-)
-def test_over_some_axes_with_a_mesh_in_use(context):
+@pytest.mark.parametrize("way", ["set_mesh", "with"])
+def test_over_some_axes_with_a_mesh_in_use(way):
     mesh, tx = make_mesh("x", "y"), jfa.fused_adamw(0.1)
+    context = jax.set_mesh(mesh) if way == "set_mesh" else mesh
     params = place(mesh, VALUES, {"w": P("x", "y"), "b": P()})
     expected, _ = steps(tx, VALUES, VALUES)
     specs = {"w": P(None, "y"), "b": P()}
