@@ -86,14 +86,23 @@ def test_two_steps(name, where):
             assert all(is_placed(leaf, mesh, SPECS[k]) for k, leaf in tree.items())
 
 
-def test_gathers_are_those_of_the_gradients():
+@pytest.mark.parametrize("layout", ["fsdp", "zero-1"])
+def test_a_train_step_communicates_what_its_gradients_do(layout):
+    """And for the norm, once for each set of axes; with ZeRO-1 each parameter, once."""
     mesh = make_mesh("x", "y")
-    params = place(mesh, VALUES, SPECS)
-    state = jax.jit(TX.init)(params)
-    of_loss = jax.jit(jax.grad(loss)).lower(params).compile()
-    of_step = jax.jit(train_step).lower(params, state).compile()
-    for op in ("all-gather", "all-to-all", "collective-permute"):
-        assert count_ops(of_step, op) == count_ops(of_loss, op)
+    cut = place(mesh, VALUES, {"w": P("x"), "b": P("y")})
+    params = cut if layout == "fsdp" else place(mesh, VALUES, P())
+    shardings = jfa.state_shardings(TX, cut)
+    state = jax.jit(TX.init, out_shardings=shardings)(params)
+    # The gradients where the step wants them, which is where the moments are.
+    gradients = jax.jit(jax.grad(loss), out_shardings=shardings.mu)
+    gradients = gradients.lower(params).compile()
+    step = jax.jit(train_step, donate_argnums=(0, 1)).lower(params, state).compile()
+    num_cut = sum(mesh.shape[axis] > 1 for axis in "xy")
+    more = dict.fromkeys(("all-to-all", "collective-permute"), 0)
+    more |= {"all-gather": num_cut if layout == "zero-1" else 0, "all-reduce": num_cut}
+    for op, number in more.items():
+        assert count_ops(step, op) == count_ops(gradients, op) + number, op
 
 
 # --- Host memory ----------------------------------------------------------------------
