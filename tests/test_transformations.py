@@ -118,6 +118,8 @@ def offloaded():
     device = jax.devices()[0]
     if "pinned_host" not in [m.kind for m in device.addressable_memories()]:
         pytest.skip("this device knows no pinned_host memory")
+    if jax.__version_info__ < (0, 10, 2):
+        pytest.skip("JAX 0.10.0 aborts the process, with optax.adamw too")
     params = jax.device_put(VALUES, device)
     host = SingleDeviceSharding(device, memory_kind="pinned_host")
     return params, _to(host, TX.init(params))
