@@ -49,7 +49,7 @@ analyzed_update_p = Primitive("fused_adamw_analyzed_update")
 analyzed_update_p.multiple_results = True
 
 
-def suits(buffers: Buffers) -> bool:
+def suits_one_call(buffers: Buffers) -> bool:
     """Whether the tree is small, and on no mesh as far as its types tell.
 
     In Auto mode they do not; the lowering knows.
@@ -64,7 +64,7 @@ def suits(buffers: Buffers) -> bool:
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def analyze_and_update(
+def analyzed_update(
     config: UpdateConfig, scale: jax.Array, scalars: Scalars, buffers: Buffers
 ) -> tuple[Results, Analysis]:
     """One step over all leaves, by the statistics of its own gradients.
@@ -73,7 +73,7 @@ def analyze_and_update(
       config: of the update, with ``clip`` or ``skip_nonfinite``.
       scale: float32[]: of the gradients.
       scalars: without what the update reads of a report.
-      buffers: checked leaves that :func:`suits`.
+      buffers: checked leaves that :func:`suits_one_call` accepts.
     """
     config = dataclasses.replace(config, analyze=True)
     operands = Operands(scalars._replace(gradient_scale=[scale]), [], buffers)
@@ -118,7 +118,7 @@ _lower_two_calls = mlir.lower_fun(_in_two_calls, multiple_results=True)
 
 
 def _native_lowering(platform: str, ctx, *operands, config: UpdateConfig):
-    _ffi.require_module(platform)
+    _ffi.require_module(platform, ctx)
     if getattr(ctx.module_context.axis_context, "num_devices", None) != 1:
         return _lower_two_calls(ctx, *operands, config=config)
     call = jax.ffi.ffi_lowering(

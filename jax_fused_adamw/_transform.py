@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jax_fused_adamw import _analyzed_update, _checks, _in_place
+from jax_fused_adamw import _checks, _in_place
+from jax_fused_adamw._analyzed_update import analyzed_update, suits_one_call
 from jax_fused_adamw._buckets import make_buckets
 from jax_fused_adamw._hyperparams import (
     ScalarOrSchedule,
@@ -34,6 +35,7 @@ from jax_fused_adamw._operands import (
 from jax_fused_adamw._primitives import fused_update
 from jax_fused_adamw._shardings import zeros_like
 from jax_fused_adamw._stats import (
+    Analysis,
     GradReport,
     analysis_of,
     check_report,
@@ -184,20 +186,9 @@ def fused_step(
         _check_state(options, state, params)
     arrays = {"params": params, "grads": grads} | _checks.moment_trees(state)
     _checks.check_memory(arrays)
-    analysis = _analysis(options, grads, control)
-    hyperparams = _hyperparams(options, state.count, control.gradient_scale)
-    hyper_bits, traced, traced_values = encode(hyperparams)
-    scalars = Scalars(
-        state.count,
-        skip_update_operand(control.skip_update),
-        hyper_bits,
-        traced_values,
-        norms=[],
-        nonfinite=[],
-        gradient_scale=[],
-        skip_counters=[state.skipped, state.consecutive],
-    )
-    buffers = _buffers(params, grads, state)
+    if control.report is not None:
+        check_report(control.report)
+    scalars, traced = _scalars(options, state, control)
     config = UpdateConfig(
         decays=tuple(_checks.resolve_mask(options.mask, params)),
         traced=traced,
@@ -209,28 +200,13 @@ def fused_step(
         write_params=write_params,
         # Nothing that is concrete here can be donated: XLA would copy every aliased
         # buffer first.
-        alias=options.alias and _any_traced(buffers),
+        alias=options.alias and _any_traced(_buffers(params, grads, state)),
         zero_moments=zero_moments,
         count_step=True,
     )
-    analysis = None
-    if (
-        options.analyses
-        and control.report is None
-        and options.implementation == "ffi"
-        and _analyzed_update.suits(buffers)
-    ):
-        results, analysis = _analyzed_update.analyze_and_update(
-            config, scale_operand(control.gradient_scale), scalars, buffers
-        )
-    else:
-        if options.analyses:
-            analysis = analysis_of(
-                grads, control.gradient_scale, control.report, options.implementation
-            )
-            scalars = analysis.inform(scalars, config)
-        _checks.check_replication(params, grads, state, scalars)
-        results = _update_in_buckets(options, config, scalars, buffers)
+    results, analysis = _analyze_and_update(
+        options, config, control, scalars, params, grads, state
+    )
     unflatten = jax.tree.structure(params).unflatten
     count, skipped, consecutive = results.counters
     new_state = state._replace(
@@ -243,6 +219,49 @@ def fused_step(
         report=None if analysis is None else analysis.report,
     )
     return unflatten(results.out), new_state
+
+
+def _scalars(
+    options: Options, state: FusedAdamWState, control: StepControl
+) -> tuple[Scalars, tuple[str, ...]]:
+    """Scalars of a step, yet without an analysis; which hyperparameters are traced."""
+    hyperparams = _hyperparams(options, state.count, control.gradient_scale)
+    hyper_bits, traced, traced_values = encode(hyperparams)
+    scalars = Scalars(
+        state.count,
+        skip_update_operand(control.skip_update),
+        hyper_bits,
+        traced_values,
+        norms=[],
+        nonfinite=[],
+        gradient_scale=[],
+        skip_counters=[state.skipped, state.consecutive],
+    )
+    return scalars, traced
+
+
+def _analyze_and_update(
+    options: Options,
+    config: UpdateConfig,
+    control: StepControl,
+    scalars: Scalars,
+    params: Any,
+    grads: Any,
+    state: FusedAdamWState,
+) -> tuple[Results, Analysis | None]:
+    buffers = _buffers(params, grads, state)
+    analyzes = options.analyses and control.report is None
+    if analyzes and options.implementation == "ffi" and suits_one_call(buffers):
+        scale = scale_operand(control.gradient_scale)
+        return analyzed_update(config, scale, scalars, buffers)
+    analysis = None
+    if options.analyses:
+        analysis = analysis_of(
+            grads, control.gradient_scale, control.report, options.implementation
+        )
+        scalars = analysis.inform(scalars, config)
+    _checks.check_replication(params, grads, state, scalars)
+    return _update_in_buckets(options, config, scalars, buffers), analysis
 
 
 def _buffers(params: Any, grads: Any, state: FusedAdamWState) -> Buffers:

@@ -9,7 +9,7 @@ import pytest
 from helpers import assert_same_bits, copies, count_ops
 
 import jax_fused_adamw as jfa
-from jax_fused_adamw import _analyzed_update
+from jax_fused_adamw import _transform
 
 SIZES = (1, 5, 4095, 4096, 4097, 9000)
 OPTIONS = {
@@ -45,7 +45,7 @@ def two_calls(monkeypatch):
 
     def run(function, *operands, **extra_args):
         with monkeypatch.context() as patch:
-            patch.setattr(_analyzed_update, "suits", lambda buffers: False)
+            patch.setattr(_transform, "suits_one_call", lambda buffers: False)
             return jax.jit(lambda *x: function(*x, **extra_args))(*operands)
 
     return run
