@@ -88,7 +88,9 @@ def test_zero_1_gathers_each_new_parameter_once(mesh, amsgrad):
     compiled = jitted.lower(params, state, grads).compile()
     cut = [VALUES[k] for k, spec in ZERO_1.items() if spec != P() and mesh.size > 1]
     found = find_collectives(compiled.as_text()).get("all-gather", {})
-    assert found.get("bytes", 0) == sum(leaf.nbytes for leaf in cut)
+    # XLA:CPU gathers bfloat16 as float32.
+    least, most = sum(x.nbytes for x in cut), sum(4 * x.size for x in cut)
+    assert least <= found.get("bytes", 0) <= most
     # XLA packs several leaves into one on a GPU.
     assert found.get("count", 0) == len(cut) or jax.default_backend() == "gpu"
     assert count_ops(compiled, "all-reduce") == count_ops(compiled, "all-to-all") == 0
