@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import NullLocator, StrMethodFormatter
 
 from jax_fused_adamw.bench._report import (
     describe_size,
@@ -233,7 +233,8 @@ def save_plot(results: ShardedResults, path: pathlib.Path) -> None:
             _plot_scaling(ax, models)
         if ax.lines:
             ax.legend(fontsize=8)
-    figure.suptitle(results.machine["device"])
+    most = max((model.num_devices for model in results.models), default=1)
+    figure.suptitle(f"up to {most} x {results.machine['device']}")
     save_figure(figure, path)
 
 
@@ -252,6 +253,7 @@ def _plot_scaling(ax, models: Sequence[ShardedModelResult]) -> None:
     counts = [model.num_devices for model in models]
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
+    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     ax.set_xticks(counts, [str(count) for count in counts])
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set_xlabel("devices")
