@@ -12,6 +12,8 @@ from jax_fused_adamw._ffi import kernel_info as kernel_info
 from jax_fused_adamw._in_place import InPlaceUpdate as InPlaceUpdate
 from jax_fused_adamw._in_place import step as step
 from jax_fused_adamw._loss_scale import DynamicLossScale as DynamicLossScale
+from jax_fused_adamw._memory import MemoryEstimate as MemoryEstimate
+from jax_fused_adamw._memory import memory_estimate as memory_estimate
 from jax_fused_adamw._shardings import state_shardings as state_shardings
 from jax_fused_adamw._stats import GradReport as GradReport
 from jax_fused_adamw._stats import grad_stats as grad_stats

@@ -25,6 +25,7 @@ def test_public_names_are_the_documented_ones():
         "GradReport",
         "InPlaceUpdate",
         "KernelInfo",
+        "MemoryEstimate",
         "NativeModule",
         "StatsPlan",
         "StepControl",
@@ -34,6 +35,7 @@ def test_public_names_are_the_documented_ones():
         "fused_adamw",
         "grad_stats",
         "kernel_info",
+        "memory_estimate",
         "state_shardings",
         "step",
     }
@@ -60,6 +62,7 @@ def test_docstring(name):
         "adamw_step",
         "fused_adamw",
         "kernel_info",
+        "memory_estimate",
         "state_shardings",
         "step",
     ],
