@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
 
 from jax_fused_adamw import _ffi
 from jax_fused_adamw._operands import (
@@ -29,6 +30,7 @@ from jax_fused_adamw._operands import (
     unflatten,
     unflatten_results,
 )
+from jax_fused_adamw._partitioning import reveal_devices
 from jax_fused_adamw._primitives import (
     aliases,
     attributes,
@@ -50,17 +52,22 @@ analyzed_update_p.multiple_results = True
 
 
 def suits_one_call(buffers: Buffers) -> bool:
-    """Whether the tree is small, and on no mesh as far as its types tell.
+    """Whether the tree is small, and on no mesh of several devices.
 
-    In Auto mode they do not; the lowering knows.
+    That is as far as types tell; where they do not, the lowering knows.
     """
     leaves = buffers.params
     return (
         0 < len(leaves) <= _MAX_LEAVES
         and sum(math.prod(jnp.shape(leaf)) for leaf in leaves) <= _MAX_ELEMENTS
         and jax.sharding.get_abstract_mesh().empty
-        and all(jax.typeof(x).sharding.mesh.empty for kind in buffers for x in kind)
+        and all(_is_on_one_device(x) for kind in buffers for x in kind)
     )
+
+
+def _is_on_one_device(x) -> bool:
+    mesh = jax.typeof(x).sharding.mesh
+    return mesh.empty or mesh.size == 1 and AxisType.Explicit not in mesh.axis_types
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -76,7 +83,8 @@ def analyzed_update(
       buffers: checked leaves that :func:`suits_one_call` accepts.
     """
     config = dataclasses.replace(config, analyze=True)
-    operands = Operands(scalars._replace(gradient_scale=[scale]), [], buffers)
+    scalars = scalars._replace(gradient_scale=[reveal_devices(scale)])
+    operands = Operands(scalars, [], buffers)
     flat = analyzed_update_p.bind(*flatten(operands), config=config)
     results = unflatten_results(config, flat)
     norm, scaled_norm, max_abs, nonfinite, *_ = results.report

@@ -45,8 +45,9 @@ def _lowering(ctx, x):
         raise NotImplementedError(
             "fused_adamw: jax.export cannot save a program that XLA partitions over "
             f"{num_devices} devices, since the rule for it is a Python function. Put "
-            "the step into a jax.shard_map that is manual over all mesh axes, or "
-            "export a program of one device"
+            "the step into a jax.shard_map that is manual over all mesh axes, call "
+            'init outside of the program or with implementation="xla", or export a '
+            "program of one device"
         )
     return [x]
 

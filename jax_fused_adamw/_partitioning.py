@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 
 import jax
+from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
     SdyShardingRule,
@@ -159,6 +160,43 @@ def unless_all_manual(plain: Callable, partitioned: Callable) -> Callable:
         return partitioned(refuse_partitioned_export(first), *others)
 
     return call
+
+
+def _partition_identity(mesh, operands, results):
+    del operands, results
+    whole = NamedSharding(mesh, PartitionSpec())
+    return mesh, lambda x: (x,), (whole,), (whole,)
+
+
+_partitioned_identity = with_partitioning(
+    lambda x: (x,),
+    _partition_identity,
+    lambda *_: SdyShardingRule((ArrayMapping(),), (ArrayMapping(),)),
+)
+
+
+@jax.custom_jvp
+def _reveal_devices(x):
+    return _partitioned_identity(x)[0]
+
+
+@_reveal_devices.defjvp
+def _jvp(primals, tangents):
+    return primals[0], tangents[0]
+
+
+reveal_devices = custom_vmap(_reveal_devices)
+reveal_devices.__doc__ = """A scalar as it is, in a program that knows its devices.
+
+JAX tells lowering rules the devices where it sees a custom_partitioning before it
+lowers, and ends in an assertion where one comes out of a rule.
+"""
+
+
+@reveal_devices.def_vmap
+def _batching_rule(axis_size, in_batched, x):
+    del axis_size
+    return x, in_batched[0]
 
 
 def align_members(mesh, placements):

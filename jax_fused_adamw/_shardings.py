@@ -20,16 +20,20 @@ def _float32(leaf: Any) -> Any:
     return jnp.float32
 
 
-def zeros_like(tree: Any, dtype_of: Callable[[Any], Any] = _float32) -> Any:
+def zeros_like(
+    tree: Any, dtype_of: Callable[[Any], Any] = _float32, partitioned: bool = True
+) -> Any:
     """Zeros with the shapes and the shardings of a tree, each in a buffer of its own.
 
     Args:
       tree: of arrays.
       dtype_of: the dtype of a leaf's zeros.
+      partitioned: False makes plain zeros, which XLA replicates under jit, for where
+        custom partitioning does not serve: other platforms, exported programs.
     """
     leaves, treedef = jax.tree.flatten(tree)
     dtypes = tuple(np.dtype(dtype_of(leaf)) for leaf in leaves)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+    if partitioned and any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         # XLA replicates plain zeros, which depend on nothing: a partitioned operation
         # makes them. It cannot be differentiated, and need not be.
         zeros = _placed_zeros(dtypes)(*map(jax.lax.stop_gradient, leaves))

@@ -125,12 +125,16 @@ def options_of(tx: FusedAdamW) -> Options:
 
 def _init(options: Options, params: optax.Params) -> FusedAdamWState:
     _checks.check_params(params)
-    # One buffer a leaf: donating the state must never donate a buffer twice.
+
+    def zeros() -> Any:
+        # One buffer a leaf: donating the state must never donate a buffer twice.
+        return zeros_like(params, partitioned=options.implementation == "ffi")
+
     return FusedAdamWState(
         count=jnp.zeros((), jnp.int32),
-        mu=zeros_like(params),
-        nu=zeros_like(params),
-        nu_max=None if options.amsgrad == "off" else zeros_like(params),
+        mu=zeros(),
+        nu=zeros(),
+        nu_max=None if options.amsgrad == "off" else zeros(),
         master=None,
         ema=None,
         skipped=jnp.zeros((), jnp.int32),

@@ -156,17 +156,44 @@ def test_it_cannot_be_differentiated():
 
 
 @pytest.mark.devices(8)
-def test_on_a_mesh_it_is_two_calls_and_one_all_reduce():
+@pytest.mark.parametrize("given", ["arrays", "in_shardings", "out_shardings"])
+def test_on_a_mesh_it_is_two_calls_and_one_all_reduce(given):
+    """However the program is told of the mesh: by types, or by the lowering alone."""
     tx = jfa.fused_adamw(0.1, max_grad_norm=0.5)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    params = jax.device_put([jnp.linspace(-1.0, 1.0, n) for n in (64, 4096)], rows)
-    state = tx.init(params)
-    compiled = jitted_step(tx).lower(params, state, params).compile()
-    assert count_ops(compiled, "all-reduce") == 1
+    params = [jnp.linspace(-1.0, 1.0, n) for n in (64, 4096)]
+    expected = jax.jit(functools.partial(step, tx))(params, tx.init(params), params)
+    shardings = jfa.state_shardings(tx, jax.device_put(params, rows))
+    options = {}
+    if given == "arrays":
+        params = jax.device_put(params, rows)
+    else:
+        options = {"out_shardings": ([rows] * 2, shardings)}
+        if given == "in_shardings":
+            options = {"in_shardings": (rows, shardings, rows)}
+    jitted = jax.jit(functools.partial(step, tx), **options)
+    operands = (params, tx.init(params), params)
+    compiled = jitted.lower(*operands).compile()
+    if given != "out_shardings":  # which says nothing of the gradients
+        assert count_ops(compiled, "all-reduce") == 1
     assert count_ops(compiled, "all-gather") == 0
-    placed = jax.jit(functools.partial(step, tx))(params, state, params)
-    one = jax.device_put(params, jax.devices()[0])
-    expected = jax.jit(functools.partial(step, tx))(one, tx.init(one), one)
-    norms = placed[1].report.norm, expected[1].report.norm
+    norms = jitted(*operands)[1].report.norm, expected[1].report.norm
     np.testing.assert_array_max_ulp(*map(np.asarray, norms), maxulp=2)
+
+
+@pytest.mark.parametrize("platforms", [["tpu"], ["rocm"], ["cpu", "tpu"]], ids=str)
+def test_other_platforms_get_plain_jax(platforms):
+    tx = jfa.fused_adamw(0.1, max_grad_norm=0.5)
+    params = make_tree()
+    traced = jax.jit(functools.partial(step, tx)).trace(params, tx.init(params), params)
+    text = traced.lower(lowering_platforms=tuple(platforms)).as_text()
+    assert ("jax_fused_adamw_update" in text) == ("cpu" in platforms)
+
+
+@pytest.mark.devices(1)
+def test_a_mesh_of_one_device_is_one_call():
+    tx = jfa.fused_adamw(0.1, max_grad_norm=0.5)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    assert num_calls(tx, jax.device_put(make_tree(), rows)) == 1

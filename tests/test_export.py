@@ -100,3 +100,13 @@ def test_a_program_that_xla_partitions_is_refused(mesh, what):
     with pytest.raises(NotImplementedError, match="jax.export.*jax.shard_map"):
         saved(function, params)
     jax.jit(function).lower(params).compile()  # which are refused only there
+
+
+def test_plain_jax_is_saved_for_several_devices(mesh):
+    tx = jfa.fused_adamw(0.1, max_grad_norm=1.0, implementation="xla")
+    params = place(mesh, VALUES, P("x"))
+    arguments = params, jax.tree.leaves(jax.jit(tx.init)(params)), params
+    saved(lambda p: jax.tree.leaves(tx.init(p)), params)
+    program = saved(flat_step(tx), *arguments)
+    got = jax.jit(export.deserialize(program).call)(*arguments)
+    assert_same_bits(jax.device_get(got), jax.device_get(flat_step(tx)(*arguments)))

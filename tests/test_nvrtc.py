@@ -63,14 +63,15 @@ def _compile(nvrtc, source, *options):
 
 
 @pytest.mark.parametrize("rule", range(6))
-@pytest.mark.parametrize("leaf_class", range(3))
-def test_every_kernel(nvrtc, rule, leaf_class):
+@pytest.mark.parametrize("leaf_class, analyzing", [(0, 0), (0, 1), (1, 0), (2, 0)])
+def test_every_kernel(nvrtc, rule, leaf_class, analyzing):
     _compile(
         nvrtc,
         "cuda/update_kernel.cu",
         "-arch=sm_80",
         f"-DJFA_ONLY_RULE={rule}",
         f"-DJFA_ONLY_CLASS={leaf_class}",
+        f"-DJFA_ONLY_ANALYZING={analyzing}",
     )
 
 
@@ -78,8 +79,10 @@ ARCHITECTURES = pytest.mark.parametrize("architecture", [75, 80, 86, 89, 90, 100
 
 
 @ARCHITECTURES
-def test_every_architecture(nvrtc, architecture):
-    options = ("-DJFA_ONLY_RULE=0", "-DJFA_ONLY_CLASS=0")
+@pytest.mark.parametrize("analyzing", [0, 1])
+def test_every_architecture(nvrtc, architecture, analyzing):
+    options = ["-DJFA_ONLY_RULE=0", "-DJFA_ONLY_CLASS=0"]
+    options.append(f"-DJFA_ONLY_ANALYZING={analyzing}")
     target = f"-arch=sm_{architecture}"
     _compile(nvrtc, "cuda/update_kernel.cu", target, *options)
 

@@ -13,10 +13,14 @@
 
 namespace jfa::cuda {
 
-// A call of its own, so that the update keeps its registers.
+// A call of its own, so that the update keeps its registers. Its trees have no float16.
 __device__ __noinline__ StatsRow AnalyzeRow(RowPlace place, ScalarOperand<float> gradient_scale,
                                             SharedStats* shared) {
-  return AnalyzeChunk(place, gradient_scale.Read(0), shared);
+  const float scale = gradient_scale.Read(0);
+  if (place.flags.grad_dtype == DType::kFloat32) {
+    return AnalyzeChunk<DType::kFloat32>(place, scale, shared);
+  }
+  return AnalyzeChunk<DType::kBfloat16>(place, scale, shared);
 }
 
 // By one thread. All blocks of the grid run at the same time, so every row is on its way.

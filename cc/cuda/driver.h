@@ -17,9 +17,12 @@ using CuStream = struct CuStreamOpaque*;
 
 // Values of CUdevice_attribute.
 inline constexpr int kMultiprocessorCount = 16;
-inline constexpr int kCooperativeLaunch = 95;
 inline constexpr int kComputeCapabilityMajor = 75;
 inline constexpr int kComputeCapabilityMinor = 76;
+inline constexpr int kCooperativeLaunch = 95;
+
+// Of CUresult: more blocks than can run at the same time.
+inline constexpr CuResult kCooperativeLaunchTooLarge = 720;
 
 struct Driver {
   CuResult (*DriverGetVersion)(int*) = nullptr;

@@ -146,21 +146,26 @@ Compiler ChooseCompiler(std::string* error) {
   return Compiler::kNone;
 }
 
-std::string KernelName::Group() const {
+std::string KernelName::ClassAndRule() const {
   const char* names[] = {"Float32", "AnyDType", "FirstStep"};
   return std::string(names[static_cast<int>(leaf_class)]) + "Rule" + std::to_string(Rule());
 }
 
+std::string KernelName::Group() const {
+  return (grid == Grid::kAnalyzing ? "AnalyzeAndUpdate" : "Update") + ClassAndRule();
+}
+
 std::string KernelName::String() const {
   const char* names[] = {"UpdateLarge", "UpdateSmall", "AnalyzeAndUpdate"};
-  return names[static_cast<int>(grid)] + Group();
+  return names[static_cast<int>(grid)] + ClassAndRule();
 }
 
 EntryPoint KernelName::InGroup(const std::string& name) const {
   return {&embedded::update_kernel,
           Group(),
           {"JFA_ONLY_RULE=" + std::to_string(Rule()),
-           "JFA_ONLY_CLASS=" + std::to_string(static_cast<int>(leaf_class))},
+           "JFA_ONLY_CLASS=" + std::to_string(static_cast<int>(leaf_class)),
+           "JFA_ONLY_ANALYZING=" + std::to_string(grid == Grid::kAnalyzing ? 1 : 0)},
           name};
 }
 
@@ -179,10 +184,15 @@ std::string Launch(CuStream stream, const Kernel& kernel, long long blocks, void
 }
 
 std::string LaunchTogether(CuStream stream, const Kernel& kernel, long long blocks,
-                           void** parameters, unsigned threads) {
+                           void** parameters, unsigned threads, bool* refused) {
   const Driver& driver = GetDriver();
   const CuResult result = driver.LaunchCooperativeKernel(
       kernel.function, static_cast<unsigned>(blocks), 1, 1, threads, 1, 1, 0, stream, parameters);
+  *refused = result == kCooperativeLaunchTooLarge;
+  if (*refused) {
+    const std::lock_guard<std::mutex> lock(All().mutex);
+    All().resident_blocks[{kernel.function, threads}] = 0;
+  }
   return result == 0 ? "" : "launching a cooperative kernel: " + driver.Describe(result);
 }
 
@@ -201,7 +211,8 @@ long long ResidentBlocks(const Kernel& kernel, unsigned threads) {
       driver.DeviceGetAttribute(&multiprocessors, kMultiprocessorCount, device) == 0 &&
       driver.OccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel.function,
                                                        static_cast<int>(threads), 0) == 0;
-  const long long resident = known && cooperates != 0 ? 1LL * blocks * multiprocessors : 0;
+  if (!known) return 0;
+  const long long resident = cooperates != 0 ? 1LL * blocks * multiprocessors : 0;
   All().resident_blocks[{kernel.function, threads}] = resident;
   return resident;
 }

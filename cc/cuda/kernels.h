@@ -36,7 +36,8 @@ struct KernelName {
   bool nesterov;
 
   int Rule() const { return 2 * static_cast<int>(amsgrad) + (nesterov ? 1 : 0); }
-  std::string Group() const;  // rule and leaf class
+  std::string ClassAndRule() const;
+  std::string Group() const;  // those, and whether it analyses
   std::string String() const;
   EntryPoint InGroup(const std::string& name) const;  // an entry point compiled with this one
 };
@@ -60,11 +61,13 @@ Kernel GetCountStepKernel(const KernelName& same_module);
 std::string Launch(CuStream stream, const Kernel& kernel, long long blocks, void** parameters,
                    unsigned threads = kThreads);
 
-// The same of blocks that wait for each other: all run at the same time, or none.
+// The same of blocks that wait for each other: all run at the same time, or none. Sets `refused`
+// where the driver says that they cannot, and ResidentBlocks to 0.
 std::string LaunchTogether(CuStream stream, const Kernel& kernel, long long blocks,
-                           void** parameters, unsigned threads);
+                           void** parameters, unsigned threads, bool* refused);
 
-// How many blocks of a launch can run at the same time; 0 where the device cannot tell them to.
+// How many blocks of a launch can run at the same time; 0 where the device cannot tell them to. The
+// first call asks the driver: not while a stream is being captured.
 long long ResidentBlocks(const Kernel& kernel, unsigned threads);
 
 }  // namespace jfa::cuda

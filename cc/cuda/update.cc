@@ -150,7 +150,8 @@ bool FitsOneLaunch(const StepOperands& operands, const StepAnalysis& analysis, c
 
 std::string LaunchAnalyzeAndUpdate(CuStream stream, const StepOperands& operands,
                                    const StepAnalysis& analysis, const Leaves& leaves,
-                                   const Plan& plan, const Kernel& kernel, int arrival_counter) {
+                                   const Plan& plan, const Kernel& kernel, int arrival_counter,
+                                   bool* refused) {
   auto args = std::make_unique<AnalyzeAndUpdateArguments>();
   std::size_t next = 0;
   const long long tiles = FillArguments<kSmallTableWords>(operands, leaves, plan, arrival_counter,
@@ -158,7 +159,7 @@ std::string LaunchAnalyzeAndUpdate(CuStream stream, const StepOperands& operands
   args->analysis = {analysis.gradients.gradient_scale, MergeBuffersOf(analysis.report),
                     analysis.gradients.rows, analysis.skip_nonfinite};
   void* parameters[] = {args.get()};
-  return LaunchTogether(stream, kernel, kTileBlocks * tiles, parameters, kTileLanes);
+  return LaunchTogether(stream, kernel, kTileBlocks * tiles, parameters, kTileLanes, refused);
 }
 
 }  // namespace
@@ -192,7 +193,9 @@ std::string PrepareAnalyzeAndUpdate(const Leaves& leaves, const UpdateOptions& o
   std::string error = PrepareStats();
   if (error.empty()) error = PrepareUpdate(leaves, options);
   if (!error.empty() || plan.leaf_class != LeafClass::kFloat32) return error;
-  return GetKernel(plan.Kernel(Grid::kAnalyzing)).error;
+  const Kernel kernel = GetKernel(plan.Kernel(Grid::kAnalyzing));
+  if (kernel.ok()) ResidentBlocks(kernel, kTileLanes);
+  return kernel.error;
 }
 
 std::string AnalyzeAndUpdate(CuStream stream, const StepOperands& operands,
@@ -205,8 +208,11 @@ std::string AnalyzeAndUpdate(CuStream stream, const StepOperands& operands,
     const int counter = FitsOneLaunch(operands, analysis, leaves, plan, kernel)
                             ? ArrivalCounterOf(operands.new_counts.count)
                             : -1;
+    bool refused = false;
     if (counter >= 0) {
-      return LaunchAnalyzeAndUpdate(stream, operands, analysis, leaves, plan, kernel, counter);
+      const std::string error = LaunchAnalyzeAndUpdate(stream, operands, analysis, leaves, plan,
+                                                       kernel, counter, &refused);
+      if (!refused) return error;
     }
   }
   const std::string error = AnalyzeAndMerge(stream, analysis.gradients, analysis.report);

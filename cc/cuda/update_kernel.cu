@@ -101,8 +101,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 // The entry points: one for each grid, LeafClass and rule; with an analysis for the common class
-// only. A compilation at run time is for one rule, JFA_ONLY_RULE (2 * amsgrad + nesterov), and one
-// class, JFA_ONLY_CLASS.
+// only. A compilation at run time is for one rule, JFA_ONLY_RULE (2 * amsgrad + nesterov), one
+// class, JFA_ONLY_CLASS, and JFA_ONLY_ANALYZING: 0 for the grids without an analysis, 1 for the one
+// with it.
 #define JFA_UPDATE_KERNEL(SIZE, CLASS, RULE, AMSGRAD, NESTEROV)                            \
   extern "C" __global__ void __launch_bounds__(kThreads) Update##SIZE##CLASS##Rule##RULE(  \
       const __grid_constant__ UpdateArguments<k##SIZE##TableWords> args) {                 \
@@ -111,20 +112,22 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #define JFA_CLASS_KERNELS(...)          \
   JFA_UPDATE_KERNEL(Small, __VA_ARGS__) \
   JFA_UPDATE_KERNEL(Large, __VA_ARGS__)
-#define JFA_FLOAT32_KERNELS(RULE, ...)                                                            \
-  JFA_CLASS_KERNELS(Float32, RULE, __VA_ARGS__)                                                   \
+#define JFA_ANALYZING_KERNEL(RULE, ...)                                                           \
   extern "C" __global__ void __launch_bounds__(kTileLanes, kAnalyzeAndUpdateBlocks)               \
       AnalyzeAndUpdateFloat32Rule##RULE(const __grid_constant__ AnalyzeAndUpdateArguments args) { \
     AnalyzeAndUpdateOneChunk<Instance<Grid::kAnalyzing, LeafClass::kFloat32, __VA_ARGS__>>(args); \
   }
 
 #if !defined(JFA_ONLY_CLASS)
-#define JFA_UPDATE_KERNELS(...)            \
-  JFA_FLOAT32_KERNELS(__VA_ARGS__)         \
-  JFA_CLASS_KERNELS(AnyDType, __VA_ARGS__) \
-  JFA_CLASS_KERNELS(FirstStep, __VA_ARGS__)
+#define JFA_UPDATE_KERNELS(...)             \
+  JFA_CLASS_KERNELS(Float32, __VA_ARGS__)   \
+  JFA_CLASS_KERNELS(AnyDType, __VA_ARGS__)  \
+  JFA_CLASS_KERNELS(FirstStep, __VA_ARGS__) \
+  JFA_ANALYZING_KERNEL(__VA_ARGS__)
+#elif JFA_ONLY_ANALYZING
+#define JFA_UPDATE_KERNELS(...) JFA_ANALYZING_KERNEL(__VA_ARGS__)
 #elif JFA_ONLY_CLASS == 0
-#define JFA_UPDATE_KERNELS(...) JFA_FLOAT32_KERNELS(__VA_ARGS__)
+#define JFA_UPDATE_KERNELS(...) JFA_CLASS_KERNELS(Float32, __VA_ARGS__)
 #elif JFA_ONLY_CLASS == 1
 #define JFA_UPDATE_KERNELS(...) JFA_CLASS_KERNELS(AnyDType, __VA_ARGS__)
 #else

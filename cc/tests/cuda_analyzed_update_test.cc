@@ -274,6 +274,21 @@ void TestManySteps() {
   seldom.CheckResult();
 }
 
+// Two trees whose blocks do not all fit a device at the same time: one waits for the other.
+void TestLargestTreesAtTheSameTime() {
+  Case c = CommonCase(95 * kStatsTileElements);
+  c.clip = Clip::kNorm;
+  Training one({c}, c);
+  Training other({c}, c);
+  for (int i = 0; i < 50; ++i) {
+    one.Step();
+    other.Step();
+  }
+  Require(Device().CtxSynchronize(), "cuCtxSynchronize");
+  one.CheckResult();
+  other.CheckResult();
+}
+
 }  // namespace
 }  // namespace jfa::cuda
 
@@ -283,6 +298,7 @@ int main() {
   jfa::cuda::TestTiles();
   jfa::cuda::TestManyLeaves();
   jfa::cuda::TestManySteps();
+  jfa::cuda::TestLargestTreesAtTheSameTime();
   std::printf("%d failures\n", jfa::tests::failures);
   return jfa::tests::failures == 0 ? 0 : 1;
 }
