@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import AxisType
 
 from jax_fused_adamw import _checks, _in_place
+from jax_fused_adamw._export import saved_by_name
 from jax_fused_adamw._hyperparams import (
     check_gradient_scale,
     check_weight,
@@ -21,6 +23,7 @@ from jax_fused_adamw._stats import Analysis, GradReport, analysis_of
 from jax_fused_adamw._transform import FusedAdamW, FusedAdamWState, options_of
 
 
+@saved_by_name
 class AccumulateState(NamedTuple):
     """State of :func:`accumulate`, a pending window included.
 
@@ -229,6 +232,9 @@ def _add(
     def add(acc: jax.Array, grad: jax.Array) -> jax.Array:
         grad = grad.astype(acc.dtype) / scale.astype(acc.dtype)
         term = jnp.where(weight == 0, 0.0, weight.astype(acc.dtype) * grad)
+        if AxisType.Explicit in jax.typeof(acc).sharding.mesh.axis_types:
+            # ZeRO-1: a whole gradient, and a sum that is cut as the moments are.
+            term = jax.sharding.reshard(term, jax.typeof(acc).sharding)
         # A choice, not a product with 0: nothing of the last window may survive.
         return jnp.where(is_first, term, acc + term)
 

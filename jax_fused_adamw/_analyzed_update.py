@@ -145,9 +145,26 @@ mlir.register_lowering(analyzed_update_p, _lower_two_calls)
 
 
 def _batching_rule(args, axes, *, config: UpdateConfig):
+    """Counters and report stay one for all members where nothing tells these apart."""
     in_two_calls = functools.partial(_in_two_calls, config=config)
-    results = jax.vmap(in_two_calls, in_axes=axes)(*args)
-    return results, (0,) * len(results)
+    results = unflatten_results(config, jax.vmap(in_two_calls, in_axes=axes)(*args))
+    scalars, _, buffers = unflatten(config, axes)
+    analyzed = (*buffers.grads, *scalars.gradient_scale)
+    reports_differ = any(axis is not None for axis in analyzed)
+    counted = (scalars.count, scalars.skip_update, *scalars.skip_counters)
+    counters_differ = any(axis is not None for axis in counted)
+    counters_differ |= config.skip_nonfinite and reports_differ
+    if not reports_differ:
+        results = results._replace(report=[x[0] for x in results.report])
+    if not counters_differ:
+        results = results._replace(counters=[x[0] for x in results.counters])
+    flat = flatten_results(results)
+    num_counters, num_report = len(results.counters), len(results.report)
+    return flat, (
+        *(0 for _ in flat[num_counters + num_report :]),
+        *(0 if counters_differ else None for _ in range(num_counters)),
+        *(0 if reports_differ else None for _ in range(num_report)),
+    )
 
 
 batching.primitive_batchers[analyzed_update_p] = _batching_rule

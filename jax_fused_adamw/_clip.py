@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import optax
 
 from jax_fused_adamw import _checks
+from jax_fused_adamw._export import saved_by_name
 from jax_fused_adamw._hyperparams import check_gradient_scale, check_hyperparameter
 from jax_fused_adamw._reference import clip_by_norm
 from jax_fused_adamw._stats import GradReport, analysis_of, no_report
 
 
+@saved_by_name
 class ClipByGlobalNormState(NamedTuple):
     """State of :func:`clip_by_global_norm`."""
 

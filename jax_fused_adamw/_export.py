@@ -7,8 +7,17 @@ program is refused here, where JAX would complain of host callbacks.
 
 from typing import Any
 
+from jax import export
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+
+
+def saved_by_name(cls: type) -> type:
+    """A decorator of a NamedTuple: a program with such arguments can be serialized."""
+    export.register_namedtuple_serialization(
+        cls, serialized_name=f"jax_fused_adamw.{cls.__name__}"
+    )
+    return cls
 
 
 def is_for_export(ctx: Any) -> bool:

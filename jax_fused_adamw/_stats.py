@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fused_adamw import _checks
 from jax_fused_adamw._batching import merge_leaf, merge_scalar
+from jax_fused_adamw._export import saved_by_name
 from jax_fused_adamw._hyperparams import check_gradient_scale, scale_operand
 from jax_fused_adamw._operands import Scalars, UpdateConfig
 from jax_fused_adamw._partitioning import (
@@ -45,6 +46,7 @@ from jax_fused_adamw._stats_primitives import (
 _INT32_MAX = 2**31 - 1
 
 
+@saved_by_name
 class GradReport(NamedTuple):
     """What :func:`grad_stats` found, on the device.
 

@@ -15,6 +15,7 @@ import optax
 from jax_fused_adamw import _checks, _in_place
 from jax_fused_adamw._analyzed_update import analyzed_update, suits_one_call
 from jax_fused_adamw._buckets import make_buckets
+from jax_fused_adamw._export import saved_by_name
 from jax_fused_adamw._hyperparams import (
     ScalarOrSchedule,
     check_gradient_scale,
@@ -43,6 +44,7 @@ from jax_fused_adamw._stats import (
 )
 
 
+@saved_by_name
 class FusedAdamWState(NamedTuple):
     """State of :func:`fused_adamw`; what an option does not need is None.
 

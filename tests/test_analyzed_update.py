@@ -126,6 +126,29 @@ def test_members_of_a_vmap():
     np.testing.assert_array_equal(batched[1].skipped, [0, 0, 1])
 
 
+def test_what_members_share_stays_one():
+    """Counters and report do not depend on a learning rate of each member."""
+    params = make_tree()
+    state = jfa.fused_adamw(0.1, max_grad_norm=0.5).init(params)
+
+    def one(rate, grads):
+        return step(jfa.fused_adamw(rate, max_grad_norm=0.5), params, state, grads)[1]
+
+    rates = jnp.array([0.1, 0.2])
+    count, report = jax.vmap(
+        lambda rate: (one(rate, params).count, one(rate, params).report), out_axes=None
+    )(rates)
+    assert_same_bits((count, report), (one(0.1, params).count, one(0.1, params).report))
+    grads = [jnp.stack([x, x * jnp.nan]) for x in params]
+    assert jax.vmap(one)(rates, grads).skipped.tolist() == [0, 1]
+    # A clip alone does not count members apart.
+    tx = jfa.fused_adamw(0.1, max_grad_norm=0.5, skip_nonfinite=False)
+    after = jax.vmap(
+        lambda grads: step(tx, params, state, grads)[1].count, out_axes=None
+    )(grads)
+    assert after == 1
+
+
 def test_inside_scan_and_cond():
     tx = jfa.fused_adamw(0.1, max_grad_norm=0.5)
     params = make_tree()

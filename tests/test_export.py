@@ -110,3 +110,14 @@ def test_plain_jax_is_saved_for_several_devices(mesh):
     program = saved(flat_step(tx), *arguments)
     got = jax.jit(export.deserialize(program).call)(*arguments)
     assert_same_bits(jax.device_get(got), jax.device_get(flat_step(tx)(*arguments)))
+
+
+def test_state_is_saved_by_its_name():
+    """No argument needs flattening, and the program returns our types."""
+    tx = jfa.accumulate(jfa.fused_adamw(0.1, max_grad_norm=1.0), 2)
+    step = lambda p, s, g: jfa.step(tx, g, s, p)  # noqa: E731
+    arguments = VALUES, tx.init(VALUES), VALUES
+    got = jax.jit(export.deserialize(saved(step, *arguments)).call)(*arguments)
+    assert isinstance(got[1], jfa.AccumulateState)
+    assert isinstance(got[1].inner_opt_state.report, jfa.GradReport)
+    assert_same_bits(jax.device_get(got), jax.device_get(jax.jit(step)(*arguments)))

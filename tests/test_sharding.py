@@ -106,6 +106,25 @@ def test_zero_1_gathers_each_new_parameter_once(mesh, amsgrad):
     assert_same_bits(jax.device_get((params, state)), jax.device_get((expected, end)))
 
 
+def test_zero_1_accumulates_where_its_moments_are(mesh):
+    tx = jfa.accumulate(jfa.fused_adamw(0.1, max_grad_norm=1.0), 2)
+    params, grads = place(mesh, VALUES, P()), place(mesh, VALUES, P())
+    shardings = jfa.state_shardings(tx, place(mesh, VALUES, ZERO_1))
+    state = jax.jit(tx.init, out_shardings=shardings)(params)
+    expected, end = VALUES, tx.init(VALUES)
+    for _ in range(2):
+        params, state = jax.jit(lambda p, s, g: jfa.step(tx, g, s, p))(
+            params, state, grads
+        )
+        expected, end = jfa.step(tx, VALUES, end, expected)
+    sums = state.acc_grads
+    assert all(is_placed(sums[k], mesh, spec) for k, spec in ZERO_1.items())
+    for name, leaf in params.items():
+        np.testing.assert_allclose(
+            np.float32(leaf), np.float32(expected[name]), rtol=1e-6, atol=1e-6
+        )
+
+
 def test_updates_of_the_protocol_come_as_the_parameters_do(mesh):
     """So that optax.apply_updates keeps the parameters where they are."""
     params, grads = place(mesh, VALUES, P()), place(mesh, VALUES, P())
