@@ -154,6 +154,8 @@ def _batching_rule(args, axes, *, config: UpdateConfig):
     counted = (scalars.count, scalars.skip_update, *scalars.skip_counters)
     counters_differ = any(axis is not None for axis in counted)
     counters_differ |= config.skip_nonfinite and reports_differ
+    if 0 in (x.shape[axis] for x, axis in zip(args, axes) if axis is not None):
+        reports_differ = counters_differ = True  # there is no member to ask
     if not reports_differ:
         results = results._replace(report=[x[0] for x in results.report])
     if not counters_differ:

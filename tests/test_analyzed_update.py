@@ -141,6 +141,7 @@ def test_what_members_share_stays_one():
     assert_same_bits((count, report), (one(0.1, params).count, one(0.1, params).report))
     grads = [jnp.stack([x, x * jnp.nan]) for x in params]
     assert jax.vmap(one)(rates, grads).skipped.tolist() == [0, 1]
+    assert jax.vmap(one, (0, None))(rates[:0], params).skipped.shape == (0,)
     # A clip alone does not count members apart.
     tx = jfa.fused_adamw(0.1, max_grad_norm=0.5, skip_nonfinite=False)
     after = jax.vmap(
