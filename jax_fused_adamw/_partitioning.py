@@ -185,12 +185,14 @@ def _jvp(primals, tangents):
     return primals[0], tangents[0]
 
 
-reveal_devices = custom_vmap(_reveal_devices)
-reveal_devices.__doc__ = """A scalar as it is, in a program that knows its devices.
+@custom_vmap
+def reveal_devices(x):
+    """A scalar as it is, in a program that knows its devices.
 
-JAX tells lowering rules the devices where it sees a custom_partitioning before it
-lowers, and ends in an assertion where one comes out of a rule.
-"""
+    JAX tells lowering rules the devices where it sees a custom_partitioning before it
+    lowers, and ends in an assertion where one comes out of a rule.
+    """
+    return _reveal_devices(x)
 
 
 @reveal_devices.def_vmap
