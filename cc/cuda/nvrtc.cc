@@ -127,8 +127,9 @@ Compilation CompileWithNvrtc(const EmbeddedKernels& kernels, const std::vector<s
     result.error = "NVRTC could not create a program";
     return result;
   }
+  // NVRTC before 13.1 takes a generic lambda for a function of the host, unless told otherwise.
   std::vector<std::string> options = {"-arch=sm_" + std::to_string(architecture), "-std=c++17",
-                                      "--fmad=false"};
+                                      "--fmad=false", "-default-device"};
   for (const std::string& macro : macros) options.push_back("-D" + macro);
   std::vector<const char*> arguments;
   for (const std::string& option : options) arguments.push_back(option.c_str());
