@@ -10,8 +10,10 @@ import numpy as np
 from jax_fused_adamw import _checks
 from jax_fused_adamw._buckets import DEFAULT_BUCKET_BYTES
 from jax_fused_adamw._hyperparams import ScalarOrSchedule, check_hyperparameter
-from jax_fused_adamw._transform import FusedAdamW, Options, make_transformation
+from jax_fused_adamw._options import Options
+from jax_fused_adamw._transform import FusedAdamW, make_transformation
 
+_STOCHASTIC_ROUNDING = {False: "off", True: "moments", "params": "params"}
 _AMSGRAD = {False: "off", True: "uncorrected", "optax": "corrected"}
 
 
@@ -30,13 +32,14 @@ def fused_adamw(
     maximize: bool = False,
     nu_dtype: Any = None,
     master_weights: bool = False,
-    stochastic_rounding: bool = True,
+    stochastic_rounding: bool | str = True,
     seed: Any = 0,
     max_grad_norm: Any = None,
     max_grad_value: Any = None,
     skip_nonfinite: bool | None = None,
     lr_scale: Any = None,
     ema_decay: Any = None,
+    compute_dtype: Any = None,
     packed_state: bool = False,
     alias: bool = True,
     in_place: bool = False,
@@ -206,23 +209,17 @@ def fused_adamw(
         _checks.check_mask_values(mask)
     _checks.check_static("mu_dtype", mu_dtype)
     _checks.check_static("nu_dtype", nu_dtype)
+    _checks.check_static("compute_dtype", compute_dtype)
     _checks.check_static("bucket_bytes", bucket_bytes)
     if isinstance(mask, bool) and isinstance(seed, jax.Array):
         # Only inject_hyperparams makes seed an array, and it calls a mask function as
         # if it were a schedule: what arrives is that function's answer for a count.
         raise TypeError(_checks.not_static_message("mask"))
-    _check_float32("mu_dtype", mu_dtype)
-    _check_float32("nu_dtype", nu_dtype)
-    _check_not_built(
-        master_weights=master_weights,
-        lr_scale=lr_scale,
-        ema_decay=ema_decay,
-        packed_state=packed_state,
-    )
+    _check_not_built(lr_scale=lr_scale, packed_state=packed_state)
     _check_flags(
         nesterov=nesterov,
         maximize=maximize,
-        stochastic_rounding=stochastic_rounding,
+        master_weights=master_weights,
         alias=alias,
         in_place=in_place,
     )
@@ -230,6 +227,13 @@ def fused_adamw(
         skip_nonfinite = clip == "norm"
     _check_flags(skip_nonfinite=skip_nonfinite)
     _check_seed(seed)
+    if ema_decay is not None:
+        check_hyperparameter("ema_decay", ema_decay)
+    mu_dtype, nu_dtype = _moment_dtypes(mu_dtype, nu_dtype)
+    rounding = _checks.choose(
+        "stochastic_rounding", stochastic_rounding, _STOCHASTIC_ROUNDING
+    )
+    is_rounded = {mu_dtype, nu_dtype} != {"float32"}
     return make_transformation(
         Options(
             learning_rate=learning_rate,
@@ -245,6 +249,16 @@ def fused_adamw(
             max_grad=max_grad,
             skip_nonfinite=bool(skip_nonfinite),
             maximize=bool(maximize),
+            mu_dtype=mu_dtype,
+            nu_dtype=nu_dtype,
+            master_weights=bool(master_weights),
+            stochastic_moments=is_rounded and rounding != "off",
+            stochastic_params=rounding == "params",
+            seed=seed,
+            ema_decay=ema_decay,
+            compute_dtype=_checks.dtype_name(
+                "compute_dtype", compute_dtype, _checks.COMPUTE_DTYPES
+            ),
             alias=bool(alias),
             in_place=bool(in_place),
             bucket_bytes=_check_bucket_bytes(bucket_bytes),
@@ -270,17 +284,18 @@ def _choose_clip(max_grad_norm: Any, max_grad_value: Any) -> tuple[str, Any]:
     return "off", math.inf
 
 
-def _check_float32(name: str, dtype: Any) -> None:
-    if dtype is None:
-        return
-    try:
-        dtype = np.dtype(dtype)
-    except TypeError as error:
-        raise TypeError(f"fused_adamw: {name} is not a dtype: {dtype!r}") from error
-    if dtype != np.float32:
-        raise NotImplementedError(
-            f"fused_adamw: {name}={dtype.name} is not built yet; moments are float32"
+def _moment_dtypes(mu_dtype: Any, nu_dtype: Any) -> tuple[str, str]:
+    names = [
+        _checks.dtype_name(name, dtype, _checks.MOMENT_DTYPES)
+        for name, dtype in (("mu_dtype", mu_dtype), ("nu_dtype", nu_dtype))
+    ]
+    mu_name, nu_name = (name or "float32" for name in names)
+    if nu_name == "float16":
+        raise ValueError(
+            "fused_adamw: nu_dtype cannot be float16, whose smallest positive number "
+            "is 6e-8: the squares of gradients below 2e-4 would vanish; use bfloat16"
         )
+    return mu_name, nu_name
 
 
 def _check_not_built(**options: Any) -> None:
@@ -297,8 +312,15 @@ def _check_flags(**flags: Any) -> None:
 
 def _check_seed(seed: Any) -> None:
     dtype = seed.dtype if isinstance(seed, jax.Array) else np.asarray(seed).dtype
-    if dtype.kind not in "iu":
+    is_integer = isinstance(seed, int) or dtype.kind in "iu"
+    if isinstance(seed, bool) or not is_integer:
         raise TypeError(f"fused_adamw: seed must be an integer, got {seed!r}")
+    if np.shape(seed) != ():
+        raise ValueError(
+            f"fused_adamw: seed must be a scalar, got an array of shape {seed.shape}"
+        )
+    if not isinstance(seed, jax.Array) and not -(2**63) <= int(seed) < 2**64:
+        raise ValueError(f"fused_adamw: expected a seed of 64 bits, got {seed}")
 
 
 def _check_bucket_bytes(bucket_bytes: Any) -> int:
