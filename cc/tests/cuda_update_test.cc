@@ -25,7 +25,7 @@ using namespace jfa::tests;  // NOLINT: the harness's own vocabulary
 
 // `steps` calls, more than one only in place.
 void UpdateOnCpu(const std::vector<LeafOperands>& leaves, const Case& c, int steps = 1) {
-  const StepScalars<GuardedBuffer> scalars(c);
+  const StepScalars<GuardedBuffer> scalars(c, leaves.size());
   InlinePool pool;
   for (int i = 0; i < steps; ++i) {
     cpu::Update(pool, 1, *cpu::SelectInstructionSet(), scalars.Operands(), leaves, c.Options());
@@ -45,7 +45,7 @@ void Submit(CuStream stream, const StepScalars<DeviceBuffer>& scalars,
 }
 
 void UpdateOnGpu(const std::vector<LeafOperands>& leaves, const Case& c) {
-  const StepScalars<DeviceBuffer> scalars(c);
+  const StepScalars<DeviceBuffer> scalars(c, leaves.size());
   Prepare(leaves, c);
   Submit(nullptr, scalars, leaves, c);
   Require(Device().CtxSynchronize(), "cuCtxSynchronize");
@@ -149,10 +149,13 @@ void CheckLeaves(const LeafSet& set, const std::vector<std::size_t>& indices, co
 // Calls of as many leaves as fill a table and of more: without an empty leaf, and with an empty one
 // before, among and after them.
 void CheckLeafCounts(const Case& c, bool any_dtype) {
-  int num_buffers = 0;
-  for (int array = 0; array < kNumArrays; ++array) num_buffers += HasArray(c, array) ? 1 : 0;
-  const std::size_t small = LeafTable<kSmallTableWords>::Capacity(num_buffers);
-  const std::size_t large = LeafTable<kLargeTableWords>::Capacity(num_buffers);
+  int row_words = 0;
+  for (int array = 0; array < kNumArrays; ++array) row_words += HasArray(c, array) ? 1 : 0;
+  if (c.has_noise()) {
+    row_words += 1 + (c.place.strides.empty() ? 0 : kIndexStrides * kStrideWords);
+  }
+  const std::size_t small = LeafTable<kSmallTableWords>::Capacity(row_words);
+  const std::size_t large = LeafTable<kLargeTableWords>::Capacity(row_words);
   const std::size_t most = 2 * large + 3;
   const LeafSet set = MakeLeafSet(c, most, any_dtype);
   for (const std::size_t count : {small - 3, small, small + 1, large, large + 1, most}) {
@@ -216,7 +219,11 @@ void TestGridLimit() {
 class Training {
  public:
   Training(const LeafSet& set, const std::vector<std::size_t>& indices, const Case& c)
-      : set_(set), indices_(indices), case_(c), scalars_(c), device_(set.image().size(), 0) {
+      : set_(set),
+        indices_(indices),
+        case_(c),
+        scalars_(c, indices.size()),
+        device_(set.image().size(), 0) {
     device_.Write(set.image());
     leaves_ = set.Leaves(indices, device_.As<unsigned char>());
     Prepare(leaves_, c);

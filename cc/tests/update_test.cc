@@ -92,7 +92,7 @@ void CheckClipped(const InstructionSet& isa, Case c, float expected) {
   InlinePool pool;
   const LeafOperands leaf = arrays.Operands();
   Update(pool, 1, isa, scalars.Operands(), {leaf}, c.Options());
-  const float mu = *leaf.mu_out;
+  const float mu = *static_cast<const float*>(leaf.mu_out);
   const float expected_mu = static_cast<float>(1.0 - 0.9) * expected;
   Check(mu == expected_mu || (mu != mu && expected != expected), "clipped, " + c.Name(isa.name));
 }
