@@ -136,6 +136,35 @@ void TestClip() {
   for (const Case& c : ClipCases()) CheckCase(c);
 }
 
+void TestLowPrecision() {
+  for (const std::size_t n : {6, 514, 1028}) {
+    for (const Case& c : LowPrecisionCases(n)) CheckCase(c);
+  }
+}
+
+// bfloat16 moments, which have kernels of their own, at every element offset and place.
+void TestBf16Moments() {
+  const std::vector<Place> places = Places();
+  std::size_t next = 0;
+  for (const Amsgrad amsgrad : {Amsgrad::kOff, Amsgrad::kUncorrected, Amsgrad::kCorrected}) {
+    for (const DType grad : {DType::kFloat32, DType::kBfloat16}) {
+      for (const std::size_t n : kSizes) {
+        Case c = CommonCase(n);
+        c.mu_dtype = c.nu_dtype = DType::kBfloat16;
+        c.amsgrad = amsgrad;
+        c.grad_dtype = grad;
+        c.offset = next % 3 == 0 ? next % 16 : 0;
+        c.stochastic_moments = next % 5 != 0;
+        c.nesterov = next % 2 == 0;
+        c.write_params = next % 7 != 0;
+        c.in_place = next % 4 != 0;
+        c.place = places[next++ % places.size()];
+        CheckCase(c);
+      }
+    }
+  }
+}
+
 void CheckLeaves(const LeafSet& set, const std::vector<std::size_t>& indices, const Case& c) {
   std::vector<unsigned char> host = set.image();
   DeviceBuffer device(host.size(), 0);
@@ -183,6 +212,22 @@ void TestManyLeaves() {
   }
 }
 
+// The same of what a row of the table has more, with strides and without.
+void TestManyLeavesOfLowPrecision() {
+  for (const int kind : {0, 1, 2, 3}) {
+    Case c = CommonCase(0);
+    c.in_place = kind % 2 == 0;
+    if (kind < 3) {
+      c.mu_dtype = c.nu_dtype = DType::kBfloat16;
+      c.stochastic_moments = true;
+    }
+    if (kind > 1) c.has_ema = true;
+    if (kind > 2) c.copies = DType::kBfloat16;
+    if (kind > 0) c.place = Places()[4];
+    CheckLeafCounts(c, /*any_dtype=*/kind == 2);
+  }
+}
+
 // Trees without a block, of no leaf and of more empty ones than a small table holds.
 void TestEmptyTrees() {
   const Case c = CommonCase(0);
@@ -202,12 +247,16 @@ LeafSet MakeGridLimit(const Case& c) {
 }
 
 void TestGridLimit() {
-  std::vector<Case> cases(5, CommonCase(0));
+  std::vector<Case> cases(7, CommonCase(0));
   cases[1].skip = true;
   cases[2].nonfinite = 1;
   cases[3].nonfinite = 0;
   cases[3].clip = Clip::kNorm;
   cases[4].clip = Clip::kValue;
+  cases[5].mu_dtype = cases[5].nu_dtype = DType::kBfloat16;
+  cases[5].stochastic_moments = true;
+  cases[6].has_ema = true;
+  cases[6].copies = DType::kBfloat16;
   for (const Case& c : cases) {
     const LeafSet set = MakeGridLimit(c);
     CheckLeaves(set, {0, 1}, c);
@@ -256,8 +305,10 @@ class Training {
 
 // Steps in place that nothing synchronises, of two trees that may run at the same time: a block
 // that counts too early or too late, or for the other tree, changes a later step's bits.
-void TestManySteps() {
+void TestManySteps(DType moments) {
   Case c = CommonCase(0);
+  c.mu_dtype = c.nu_dtype = moments;
+  c.stochastic_moments = moments != DType::kFloat32;
   const LeafSet set = MakeGridLimit(c);
   Training often(set, {0, 1}, c);
   c.counts.count = 20;
@@ -311,10 +362,14 @@ int main() {
   jfa::cuda::TestOptions();
   jfa::cuda::TestCounters();
   jfa::cuda::TestClip();
+  jfa::cuda::TestLowPrecision();
+  jfa::cuda::TestBf16Moments();
   jfa::cuda::TestManyLeaves();
+  jfa::cuda::TestManyLeavesOfLowPrecision();
   jfa::cuda::TestEmptyTrees();
   jfa::cuda::TestGridLimit();
-  jfa::cuda::TestManySteps();
+  jfa::cuda::TestManySteps(jfa::DType::kFloat32);
+  jfa::cuda::TestManySteps(jfa::DType::kBfloat16);
   jfa::cuda::TestLadder(jfa::cuda::Rung::kNaive);
   jfa::cuda::TestLadder(jfa::cuda::Rung::kVectors);
   std::printf("%d failures\n", jfa::tests::failures);
