@@ -68,16 +68,16 @@ def philox(counter: Sequence[jax.Array], key: Sequence[jax.Array]) -> list[jax.A
     Salmon, Moraes, Dror and Shaw, `Parallel Random Numbers: As Easy as 1, 2, 3
     <https://doi.org/10.1145/2063384.2063405>`_, 2011, section 4.3.
     """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for i in range(_ROUNDS):
-        if i > 0:
-            k0, k1 = k0 + _KEY_INCREMENTS[0], k1 + _KEY_INCREMENTS[1]
-        first = _multiply(_MULTIPLIERS[0], c0)
-        second = _multiply(_MULTIPLIERS[1], c2)
+
+    def one_round(_: Any, words: list[jax.Array]) -> list[jax.Array]:
+        c0, c1, c2, c3, k0, k1 = words
+        first, second = (_multiply(m, c) for m, c in zip(_MULTIPLIERS, (c0, c2)))
         c0, c1 = second.high ^ c1 ^ k0, second.low
         c2, c3 = first.high ^ c3 ^ k1, first.low
-    return [c0, c1, c2, c3]
+        return [c0, c1, c2, c3, k0 + _KEY_INCREMENTS[0], k1 + _KEY_INCREMENTS[1]]
+
+    # A loop, since XLA would compile seven rounds of every leaf for longer.
+    return lax.fori_loop(0, _ROUNDS, one_round, [*counter, *key])[:4]
 
 
 class LeafNoise(NamedTuple):
