@@ -50,10 +50,11 @@ def fused_adamw(
 
     Differs from :func:`optax.adamw` in where the work happens, not in what it is: one
     kernel unscales the gradient, moves both moments, corrects their bias, decays and
-    writes the parameter, in place when its arguments are donated. Arithmetic is
-    float32 whatever the dtypes of parameters and gradients; the moments are float32.
-    The bias corrections are exact to float32 (optax's :math:`1-\beta_2^t` is up to
-    226 ulp off for :math:`\beta_2=.999`), so compare the two at about ``rtol=5e-5``.
+    writes the parameter, in place when its arguments are donated. Arithmetic is float32
+    whatever the dtypes of parameters, gradients and moments; the update is that of the
+    new moments before they are rounded to theirs. The bias corrections are exact to
+    float32 (optax's :math:`1-\beta_2^t` is up to 226 ulp off for :math:`\beta_2=.999`),
+    so compare the two at about ``rtol=5e-5``.
 
     .. math::
 
@@ -82,6 +83,35 @@ def fused_adamw(
     ``None`` and ``optax.MaskedNode`` pass through. The update has the dtype of its
     parameter. Gradients may be of any of the three dtypes, leaf by leaf.
 
+    What is kept besides may be of lower precision, or of higher:
+
+    .. math::
+
+      m_t, v_t &\to \text{round}(m_t), \text{round}(v_t) \\
+      w_t &= w_{t-1} + u_t, \quad p_t = \text{round}(w_t) \\
+      a_t &= \delta a_{t-1} + (1-\delta) w_t
+
+    :math:`m, v` are rounded to ``mu_dtype`` and ``nu_dtype``; with ``master_weights``
+    :math:`w` is the float32 master of a low-precision parameter :math:`p`, otherwise
+    the parameter itself; with ``compute_dtype`` :math:`p` is the copy of a float32
+    parameter :math:`w` that the next forward pass reads; :math:`a` is ``state.ema``
+    with ``ema_decay`` :math:`\delta`, which begins as the parameters. Masters and
+    copies are rounded to nearest even. Where a parameter has a master, or is rounded
+    stochastically, the update of the plain protocol is the float32 difference of new
+    and old parameter, which ``optax.apply_updates`` rounds to the new one (but for the
+    sign of a zero, and for a new one below about :math:`2^{-16}` of the old).
+
+    Stochastic rounding goes to one of the two neighbours, to each with the probability
+    of its nearness: the mean is the value, so that steps too small for the dtype add
+    up, and what the dtype can represent keeps its bits. The noise is Philox4x32 with 7
+    rounds, a function of ``seed``, :math:`t`, the number of the leaf in
+    ``jax.tree.leaves`` of the gradients and the element's index in the whole leaf: the
+    same bits under ``jit``, in other buckets, on a mesh or after a restore. Inside
+    ``shard_map`` over all mesh axes a shard is all that is seen, and its elements are
+    counted from zero: shards then share their noise, unless each has a seed of its own.
+    ``state.nu_max`` is always rounded to nearest: a maximum of noisy values creeps
+    upwards.
+
     On a mesh each leaf is updated where its first moment lies, without a gather, and
     comes back with the sharding it had; the norm and the decision to skip are those of
     the whole tree. :func:`state_shardings` places a state.
@@ -108,8 +138,8 @@ def fused_adamw(
       b2: decay of the second moment, in [0, 1).
       eps: added to the square root, outside of it.
       eps_root: added inside the square root, after bias correction.
-      mu_dtype: only ``None`` and float32 yet: the first moment is float32. (optax's
-        ``None`` is the parameter's dtype.)
+      mu_dtype: of the first moment: bfloat16, float16, or ``None`` for float32 (where
+        optax takes the parameter's dtype). Static.
       weight_decay: decoupled decay, times the learning rate. optax's default; PyTorch
         uses 1e-2.
       mask: which parameters decay: a tree of Python bools, a prefix of the parameter
@@ -119,11 +149,17 @@ def fused_adamw(
         afterwards, as PyTorch does; ``"optax"`` keeps the maximum of the corrected
         :math:`\hat v_t`, as ``optax.amsgrad`` does. The two differ in value.
       maximize: ascend: the gradient is negated.
-      nu_dtype: only ``None`` and float32 yet.
-      master_weights: not built yet.
-      stochastic_rounding: concerns moments stored below float32, which do not exist
-        yet; with float32 moments nothing is rounded either way.
-      seed: an integer, for the noise of ``stochastic_rounding``.
+      nu_dtype: of the second moment and its maximum: bfloat16, or ``None`` for float32.
+        Not float16, whose smallest positive number is 6e-8. Static.
+      master_weights: keep a float32 master of every low-precision parameter in
+        ``state.master``, and make the parameter its rounded copy. The master decides:
+        see :func:`resync` for parameters that something else has changed.
+      stochastic_rounding: how moments below float32 are rounded: ``True``
+        stochastically, ``False`` to nearest, where :math:`v` stops moving once a step
+        is below half its spacing (at 0.25 for :math:`g=1, \beta_2=.999` in bfloat16).
+        ``"params"`` also rounds bfloat16 parameters without a master stochastically;
+        float16 ones keep rounding to nearest.
+      seed: an integer of 64 bits, or an integer scalar array, for the noise.
       max_grad_norm: a float or a scalar array: gradients of which the global norm
         exceeds it are scaled to it, :math:`g` to
         :math:`(g / \text{norm}) \cdot \text{max\_grad\_norm}`. One more pass reads
@@ -136,7 +172,12 @@ def fused_adamw(
         as ``skip_update`` does. ``None`` is True with ``max_grad_norm``, else False.
         Clipped by the norm but not skipped, such a step makes every gradient NaN.
       lr_scale: not built yet.
-      ema_decay: not built yet.
+      ema_decay: in [0, 1): keep the average of the parameters in ``state.ema``, float32
+        and of the masters where there are any; without debiasing. None keeps none.
+      compute_dtype: bfloat16 or float16: write a rounded copy of every float32
+        parameter in the same pass, for :func:`compute_params`. It is kept in
+        ``state.compute``, since it must travel with the parameters through any optax
+        wrapper and donation. Static.
       packed_state: not built yet.
       alias: let outputs take the buffers of donated inputs. ``False`` computes out of
         place, without copies, for callers that keep the old state.
@@ -183,12 +224,31 @@ def fused_adamw(
       >>> print(params["w"].round(4), state.count)
       [0.9 2.1] 1
 
+      bfloat16 parameters with float32 masters and moments of 2 bytes:
+
+      >>> tx = jfa.fused_adamw(1e-4, weight_decay=0.0, master_weights=True,
+      ...                      mu_dtype=jnp.bfloat16, nu_dtype=jnp.bfloat16)
+      >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+      >>> params, state = jfa.step(tx, params, tx.init(params), params)
+      >>> print(params["w"], state.master["w"].round(4))
+      [1 1] [0.9999 0.9999]
+
     References:
       Loshchilov and Hutter, `Decoupled Weight Decay Regularization
       <https://arxiv.org/abs/1711.05101>`_, 2019, algorithm 2.
 
       Reddi, Kale and Kumar, `On the Convergence of Adam and Beyond
       <https://openreview.net/forum?id=ryQu7f-RZ>`_, 2018, algorithm 2 (AMSGrad).
+
+      Gupta, Agrawal, Gopalakrishnan and Narayanan, `Deep Learning with Limited
+      Numerical Precision <https://arxiv.org/abs/1502.02551>`_, 2015, section 3
+      (stochastic rounding).
+
+      Micikevicius et al., `Mixed Precision Training
+      <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.1 (master weights).
+
+      Salmon, Moraes, Dror and Shaw, `Parallel Random Numbers: As Easy as 1, 2, 3
+      <https://doi.org/10.1145/2063384.2063405>`_, 2011 (Philox).
 
       Dozat, `Incorporating Nesterov Momentum into Adam
       <https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ>`_, 2016.

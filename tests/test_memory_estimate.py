@@ -89,11 +89,15 @@ def test_gpt2_is_496_mb_and_three_times_that():
     )
 
 
+BF16 = jnp.bfloat16
+LOW = {"mu_dtype": BF16, "nu_dtype": BF16}
 ROWS = {  # name: parameters of a device, options
     "124 M": (124e6, {}),
     "1.1 G": (1.1e9, {}),
     "7 G": (7e9, {}),
     "7 G, `amsgrad`": (7e9, {"amsgrad": True}),
+    "7 G, `mu_dtype` and `nu_dtype` bfloat16": (7e9, LOW),
+    "7 G, and `compute_dtype=jnp.bfloat16`": (7e9, LOW | {"compute_dtype": BF16}),
     "7 G over 8 devices": (7e9 / 8, {}),
 }
 
