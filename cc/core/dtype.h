@@ -128,12 +128,12 @@ JFA_HOST_DEVICE T StoreStochastic(float value, Word32 random);
 
 template <>
 JFA_HOST_DEVICE Bfloat16 StoreStochastic<Bfloat16>(float value, Word32 random) {
+  constexpr float kLargest = 0x1.fep127f;
   const Word32 bits = FloatToBits(value);
-  const Word32 rounded = (bits + random) >> 16;
-  const bool overflows = (rounded & 0x7f80u) == 0x7f80u;
-  const Word32 quiet_nan = (bits >> 16) | 0x40u;
-  const Word32 result = overflows ? bits >> 16 : rounded;
-  return {static_cast<Word16>(value != value ? quiet_nan : result)};
+  const bool is_below_largest = BitsToFloat(bits & 0x7fffffffu) < kLargest;
+  const Word32 rounded = is_below_largest ? bits + random : bits;
+  const Word32 quiet = value != value ? 0x400000u : 0u;
+  return {static_cast<Word16>((rounded | quiet) >> 16)};
 }
 
 template <>

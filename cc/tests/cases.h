@@ -265,10 +265,7 @@ class LeafArrays {
     std::vector<unsigned char> bytes;
     for (int output = kOut; output < kNumArrays; ++output) {
       const int array = ArrayOfOutput(case_, output);
-      if (!HasArray(case_, array)) continue;
-      std::vector<unsigned char> part = buffers_.at(array).Read();
-      UnifyNans(ArrayDType(case_, output), &part);
-      bytes.insert(bytes.end(), part.begin(), part.end());
+      if (HasArray(case_, array)) Append(array, &bytes);
     }
     for (const auto& [array, buffer] : buffers_) {
       Check(buffer.Intact(), "canary, array " + std::to_string(array) + ", " + case_.Name(kernel));
@@ -277,6 +274,12 @@ class LeafArrays {
   }
 
  private:
+  void Append(int array, std::vector<unsigned char>* bytes) const {
+    std::vector<unsigned char> part = buffers_.at(array).Read();
+    UnifyNans(ArrayDType(case_, array), &part);
+    bytes->insert(bytes->end(), part.begin(), part.end());
+  }
+
   Case case_;
   std::map<int, Buffer> buffers_;
 };
