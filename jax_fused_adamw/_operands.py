@@ -175,12 +175,12 @@ class Scalars(NamedTuple):
     count: Any  # int32[]: steps applied before this one
     skip_update: Any  # bool[]
     hyper_bits: Any  # uint32[9, 2]: float64 patterns, low word first
-    traced: Sequence[Any]  # float32[] each, by UpdateConfig.traced
-    norms: Sequence[Any]  # float32[]: norm, scaled_norm, with clip="norm"
-    nonfinite: Sequence[Any]  # int32[]: one, with skip_nonfinite
-    gradient_scale: Sequence[Any]  # float32[]: one, with analyze
-    noise: Sequence[Any]  # uint32[1 + leaves, 2]: one, with noise; see _noise.py
-    skip_counters: Sequence[Any]  # int32[]: skipped, consecutive, with count_step
+    traced: Sequence[Any] = ()  # float32[] each, by UpdateConfig.traced
+    norms: Sequence[Any] = ()  # float32[]: norm, scaled_norm, with clip="norm"
+    nonfinite: Sequence[Any] = ()  # int32[]: one, with skip_nonfinite
+    gradient_scale: Sequence[Any] = ()  # float32[]: one, with analyze
+    noise: Sequence[Any] = ()  # uint32[1 + leaves, 2]: one, with noise; see _noise.py
+    skip_counters: Sequence[Any] = ()  # int32[]: skipped, consecutive, with count_step
 
 
 def listed(scalars: Scalars) -> Scalars:
@@ -190,9 +190,11 @@ def listed(scalars: Scalars) -> Scalars:
 
 def field_shapes(config: UpdateConfig) -> Scalars:
     """Of an operand of each field, the shape without members."""
-    shapes = Scalars(*((),) * len(Scalars._fields))
-    return shapes._replace(
-        hyper_bits=(len(HYPERPARAMETERS), 2), noise=(1 + config.num_leaves, 2)
+    return Scalars(
+        count=(),
+        skip_update=(),
+        hyper_bits=(len(HYPERPARAMETERS), 2),
+        noise=(1 + config.num_leaves, 2),
     )
 
 

@@ -181,9 +181,6 @@ def _config_and_scalars(
         skip_update_operand(control.skip_update),
         hyper_bits,
         traced_values,
-        norms=[],
-        nonfinite=[],
-        gradient_scale=[],
         noise=noise,
         skip_counters=[state.skipped, state.consecutive],
     )

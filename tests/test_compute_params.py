@@ -227,7 +227,7 @@ def test_with_a_loss_scale(wrap):
         _, grads = jfa.value_and_grad(scaled_loss, compute_dtype=jnp.float16)(
             params, compute_params=jfa.compute_params(state, params)
         )
-        report = jfa.grad_stats(grads, loss_scale.value)
+        report = jfa.grad_stats(grads, loss_scale.value, implementation="xla")
         params, state = jfa.step(
             tx, grads, state, params, gradient_scale=loss_scale.value, report=report
         )
