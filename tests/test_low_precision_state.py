@@ -1,4 +1,4 @@
-"""The low-precision state in files, exports, windows, with x64 and any learning rate."""
+"""The low-precision state in files, exports, windows, with x64 and learning rates."""
 
 import pickle
 
