@@ -2,10 +2,10 @@
 # used, as fatbins.
 
 set(JFA_CUDA_HEADERS
-  core/adamw.h core/chunks.h core/clip.h core/counts.h core/dtype.h core/macros.h core/scalars.h
-  core/stats.h
-  cuda/analyze_and_update.cuh cuda/io.cuh cuda/stats_tile.cuh cuda/table.h cuda/tuning.h
-  cuda/update_chunk.cuh)
+  core/adamw.h core/chunks.h core/clip.h core/counts.h core/dtype.h core/macros.h core/noise.h
+  core/scalars.h core/stats.h
+  cuda/analyze_and_update.cuh cuda/elements.cuh cuda/instance.cuh cuda/io.cuh cuda/noise.cuh
+  cuda/stats_tile.cuh cuda/table.h cuda/tuning.h cuda/update_chunk.cuh)
 set(JFA_CUDA_KERNELS cuda/update_kernel.cu cuda/stats_kernel.cu ladder/ladder_kernel.cu)
 set(JFA_CUDA_EMBEDDED ${CMAKE_CURRENT_BINARY_DIR}/embedded.cc)
 set(jfa_cuda_sources ${JFA_CUDA_HEADERS} ${JFA_CUDA_KERNELS})

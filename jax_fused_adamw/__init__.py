@@ -6,6 +6,8 @@ from jax_fused_adamw._adamw_step import adamw_step as adamw_step
 from jax_fused_adamw._alias import fused_adamw as fused_adamw
 from jax_fused_adamw._clip import ClipByGlobalNormState as ClipByGlobalNormState
 from jax_fused_adamw._clip import clip_by_global_norm as clip_by_global_norm
+from jax_fused_adamw._compute import compute_params as compute_params
+from jax_fused_adamw._compute import value_and_grad as value_and_grad
 from jax_fused_adamw._ffi import KernelInfo as KernelInfo
 from jax_fused_adamw._ffi import NativeModule as NativeModule
 from jax_fused_adamw._ffi import kernel_info as kernel_info
@@ -14,12 +16,14 @@ from jax_fused_adamw._in_place import step as step
 from jax_fused_adamw._loss_scale import DynamicLossScale as DynamicLossScale
 from jax_fused_adamw._memory import MemoryEstimate as MemoryEstimate
 from jax_fused_adamw._memory import memory_estimate as memory_estimate
+from jax_fused_adamw._options import StepControl as StepControl
+from jax_fused_adamw._resync import master_mismatch as master_mismatch
+from jax_fused_adamw._resync import resync as resync
 from jax_fused_adamw._shardings import state_shardings as state_shardings
+from jax_fused_adamw._state import FusedAdamWState as FusedAdamWState
 from jax_fused_adamw._stats import GradReport as GradReport
 from jax_fused_adamw._stats import grad_stats as grad_stats
 from jax_fused_adamw._stats_plan import StatsPlan as StatsPlan
 from jax_fused_adamw._transform import FusedAdamW as FusedAdamW
-from jax_fused_adamw._transform import FusedAdamWState as FusedAdamWState
-from jax_fused_adamw._transform import StepControl as StepControl
 
 __version__ = "0.1.0"

@@ -19,8 +19,9 @@ from jax_fused_adamw._hyperparams import (
     skip_update_operand,
 )
 from jax_fused_adamw._shardings import zeros_like
+from jax_fused_adamw._state import FusedAdamWState, map_states
 from jax_fused_adamw._stats import Analysis, GradReport, analysis_of
-from jax_fused_adamw._transform import FusedAdamW, FusedAdamWState, options_of
+from jax_fused_adamw._transform import FusedAdamW, options_of
 
 
 @saved_by_name
@@ -343,18 +344,13 @@ def _cast_like(new: Any, old: Any) -> jax.Array:
 def _count_skip(skips: jax.Array, inner_opt_state: Any) -> Any:
     """The state of ``tx`` with the skip counted wherever it is counted at all."""
 
-    def is_ours(node: Any) -> bool:
-        return isinstance(node, FusedAdamWState)
-
-    def count(node: Any) -> Any:
-        if not is_ours(node):
-            return node
-        return node._replace(
-            skipped=_increment_if(skips, node.skipped),
-            consecutive=_increment_if(skips, node.consecutive),
+    def count(ours: FusedAdamWState) -> FusedAdamWState:
+        return ours._replace(
+            skipped=_increment_if(skips, ours.skipped),
+            consecutive=_increment_if(skips, ours.consecutive),
         )
 
-    return jax.tree.map(count, inner_opt_state, is_leaf=is_ours)
+    return map_states(count, inner_opt_state)
 
 
 def _increment_if(condition: jax.Array, count: jax.Array) -> jax.Array:

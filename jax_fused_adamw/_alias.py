@@ -10,8 +10,10 @@ import numpy as np
 from jax_fused_adamw import _checks
 from jax_fused_adamw._buckets import DEFAULT_BUCKET_BYTES
 from jax_fused_adamw._hyperparams import ScalarOrSchedule, check_hyperparameter
-from jax_fused_adamw._transform import FusedAdamW, Options, make_transformation
+from jax_fused_adamw._options import Options
+from jax_fused_adamw._transform import FusedAdamW, make_transformation
 
+_STOCHASTIC_ROUNDING = {False: "off", True: "moments", "params": "params"}
 _AMSGRAD = {False: "off", True: "uncorrected", "optax": "corrected"}
 
 
@@ -30,13 +32,14 @@ def fused_adamw(
     maximize: bool = False,
     nu_dtype: Any = None,
     master_weights: bool = False,
-    stochastic_rounding: bool = True,
+    stochastic_rounding: bool | str = True,
     seed: Any = 0,
     max_grad_norm: Any = None,
     max_grad_value: Any = None,
     skip_nonfinite: bool | None = None,
     lr_scale: Any = None,
     ema_decay: Any = None,
+    compute_dtype: Any = None,
     packed_state: bool = False,
     alias: bool = True,
     in_place: bool = False,
@@ -47,10 +50,11 @@ def fused_adamw(
 
     Differs from :func:`optax.adamw` in where the work happens, not in what it is: one
     kernel unscales the gradient, moves both moments, corrects their bias, decays and
-    writes the parameter, in place when its arguments are donated. Arithmetic is
-    float32 whatever the dtypes of parameters and gradients; the moments are float32.
-    The bias corrections are exact to float32 (optax's :math:`1-\beta_2^t` is up to
-    226 ulp off for :math:`\beta_2=.999`), so compare the two at about ``rtol=5e-5``.
+    writes the parameter, in place when its arguments are donated. Arithmetic is float32
+    whatever the dtypes of parameters, gradients and moments; the update is that of the
+    new moments before they are rounded to theirs. The bias corrections are exact to
+    float32 (optax's :math:`1-\beta_2^t` is up to 226 ulp off for :math:`\beta_2=.999`),
+    so compare the two at about ``rtol=5e-5``.
 
     .. math::
 
@@ -79,6 +83,35 @@ def fused_adamw(
     ``None`` and ``optax.MaskedNode`` pass through. The update has the dtype of its
     parameter. Gradients may be of any of the three dtypes, leaf by leaf.
 
+    What is kept besides may be of lower precision, or of higher:
+
+    .. math::
+
+      m_t, v_t &\to \text{round}(m_t), \text{round}(v_t) \\
+      w_t &= w_{t-1} + u_t, \quad p_t = \text{round}(w_t) \\
+      a_t &= \delta a_{t-1} + (1-\delta) w_t
+
+    :math:`m, v` are rounded to ``mu_dtype`` and ``nu_dtype``; with ``master_weights``
+    :math:`w` is the float32 master of a low-precision parameter :math:`p`, otherwise
+    the parameter itself; with ``compute_dtype`` :math:`p` is the copy of a float32
+    parameter :math:`w` that the next forward pass reads; :math:`a` is ``state.ema``
+    with ``ema_decay`` :math:`\delta`, which begins as the parameters. Masters and
+    copies are rounded to nearest even. Where a parameter has a master, or is rounded
+    stochastically, the update of the plain protocol is the float32 difference of new
+    and old parameter, which ``optax.apply_updates`` rounds to the new one (but for the
+    sign of a zero, and for a new one below about :math:`2^{-16}` of the old).
+
+    Stochastic rounding goes to one of the two neighbours, to each with the probability
+    of its nearness: the mean is the value, so that steps too small for the dtype add
+    up, and what the dtype can represent keeps its bits. The noise is Philox4x32 with 7
+    rounds, a function of ``seed``, :math:`t`, the number of the leaf in
+    ``jax.tree.leaves`` of the gradients and the element's index in the whole leaf: the
+    same bits under ``jit``, in other buckets, on a mesh or after a restore. Inside
+    ``shard_map`` over all mesh axes a shard is all that is seen, and its elements are
+    counted from zero: shards then share their noise, unless each has a seed of its own.
+    ``state.nu_max`` is always rounded to nearest: a maximum of noisy values creeps
+    upwards.
+
     On a mesh each leaf is updated where its first moment lies, without a gather, and
     comes back with the sharding it had; the norm and the decision to skip are those of
     the whole tree. :func:`state_shardings` places a state.
@@ -105,8 +138,8 @@ def fused_adamw(
       b2: decay of the second moment, in [0, 1).
       eps: added to the square root, outside of it.
       eps_root: added inside the square root, after bias correction.
-      mu_dtype: only ``None`` and float32 yet: the first moment is float32. (optax's
-        ``None`` is the parameter's dtype.)
+      mu_dtype: of the first moment: bfloat16, float16, or ``None`` for float32 (where
+        optax takes the parameter's dtype). Static.
       weight_decay: decoupled decay, times the learning rate. optax's default; PyTorch
         uses 1e-2.
       mask: which parameters decay: a tree of Python bools, a prefix of the parameter
@@ -116,11 +149,17 @@ def fused_adamw(
         afterwards, as PyTorch does; ``"optax"`` keeps the maximum of the corrected
         :math:`\hat v_t`, as ``optax.amsgrad`` does. The two differ in value.
       maximize: ascend: the gradient is negated.
-      nu_dtype: only ``None`` and float32 yet.
-      master_weights: not built yet.
-      stochastic_rounding: concerns moments stored below float32, which do not exist
-        yet; with float32 moments nothing is rounded either way.
-      seed: an integer, for the noise of ``stochastic_rounding``.
+      nu_dtype: of the second moment and its maximum: bfloat16, or ``None`` for float32.
+        Not float16, whose smallest positive number is 6e-8. Static.
+      master_weights: keep a float32 master of every low-precision parameter in
+        ``state.master``, and make the parameter its rounded copy. The master decides:
+        see :func:`resync` for parameters that something else has changed.
+      stochastic_rounding: how moments below float32 are rounded: ``True``
+        stochastically, ``False`` to nearest, where :math:`v` stops moving once a step
+        is below half its spacing (at 0.25 for :math:`g=1, \beta_2=.999` in bfloat16).
+        ``"params"`` also rounds bfloat16 parameters without a master stochastically;
+        float16 ones keep rounding to nearest.
+      seed: an integer of 64 bits, or an integer scalar array, for the noise.
       max_grad_norm: a float or a scalar array: gradients of which the global norm
         exceeds it are scaled to it, :math:`g` to
         :math:`(g / \text{norm}) \cdot \text{max\_grad\_norm}`. One more pass reads
@@ -133,7 +172,12 @@ def fused_adamw(
         as ``skip_update`` does. ``None`` is True with ``max_grad_norm``, else False.
         Clipped by the norm but not skipped, such a step makes every gradient NaN.
       lr_scale: not built yet.
-      ema_decay: not built yet.
+      ema_decay: in [0, 1): keep the average of the parameters in ``state.ema``, float32
+        and of the masters where there are any; without debiasing. None keeps none.
+      compute_dtype: bfloat16 or float16: write a rounded copy of every float32
+        parameter in the same pass, for :func:`compute_params`. It is kept in
+        ``state.compute``, since it must travel with the parameters through any optax
+        wrapper and donation. Static.
       packed_state: not built yet.
       alias: let outputs take the buffers of donated inputs. ``False`` computes out of
         place, without copies, for callers that keep the old state.
@@ -180,12 +224,31 @@ def fused_adamw(
       >>> print(params["w"].round(4), state.count)
       [0.9 2.1] 1
 
+      bfloat16 parameters with float32 masters and moments of 2 bytes:
+
+      >>> tx = jfa.fused_adamw(1e-4, weight_decay=0.0, master_weights=True,
+      ...                      mu_dtype=jnp.bfloat16, nu_dtype=jnp.bfloat16)
+      >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+      >>> params, state = jfa.step(tx, params, tx.init(params), params)
+      >>> print(params["w"], state.master["w"].round(4))
+      [1 1] [0.9999 0.9999]
+
     References:
       Loshchilov and Hutter, `Decoupled Weight Decay Regularization
       <https://arxiv.org/abs/1711.05101>`_, 2019, algorithm 2.
 
       Reddi, Kale and Kumar, `On the Convergence of Adam and Beyond
       <https://openreview.net/forum?id=ryQu7f-RZ>`_, 2018, algorithm 2 (AMSGrad).
+
+      Gupta, Agrawal, Gopalakrishnan and Narayanan, `Deep Learning with Limited
+      Numerical Precision <https://arxiv.org/abs/1502.02551>`_, 2015, section 3
+      (stochastic rounding).
+
+      Micikevicius et al., `Mixed Precision Training
+      <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.1 (master weights).
+
+      Salmon, Moraes, Dror and Shaw, `Parallel Random Numbers: As Easy as 1, 2, 3
+      <https://doi.org/10.1145/2063384.2063405>`_, 2011 (Philox).
 
       Dozat, `Incorporating Nesterov Momentum into Adam
       <https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ>`_, 2016.
@@ -206,23 +269,17 @@ def fused_adamw(
         _checks.check_mask_values(mask)
     _checks.check_static("mu_dtype", mu_dtype)
     _checks.check_static("nu_dtype", nu_dtype)
+    _checks.check_static("compute_dtype", compute_dtype)
     _checks.check_static("bucket_bytes", bucket_bytes)
     if isinstance(mask, bool) and isinstance(seed, jax.Array):
         # Only inject_hyperparams makes seed an array, and it calls a mask function as
         # if it were a schedule: what arrives is that function's answer for a count.
         raise TypeError(_checks.not_static_message("mask"))
-    _check_float32("mu_dtype", mu_dtype)
-    _check_float32("nu_dtype", nu_dtype)
-    _check_not_built(
-        master_weights=master_weights,
-        lr_scale=lr_scale,
-        ema_decay=ema_decay,
-        packed_state=packed_state,
-    )
+    _check_not_built(lr_scale=lr_scale, packed_state=packed_state)
     _check_flags(
         nesterov=nesterov,
         maximize=maximize,
-        stochastic_rounding=stochastic_rounding,
+        master_weights=master_weights,
         alias=alias,
         in_place=in_place,
     )
@@ -230,6 +287,13 @@ def fused_adamw(
         skip_nonfinite = clip == "norm"
     _check_flags(skip_nonfinite=skip_nonfinite)
     _check_seed(seed)
+    if ema_decay is not None:
+        check_hyperparameter("ema_decay", ema_decay)
+    mu_dtype, nu_dtype = _moment_dtypes(mu_dtype, nu_dtype)
+    rounding = _checks.choose(
+        "stochastic_rounding", stochastic_rounding, _STOCHASTIC_ROUNDING
+    )
+    is_rounded = {mu_dtype, nu_dtype} != {"float32"}
     return make_transformation(
         Options(
             learning_rate=learning_rate,
@@ -245,6 +309,16 @@ def fused_adamw(
             max_grad=max_grad,
             skip_nonfinite=bool(skip_nonfinite),
             maximize=bool(maximize),
+            mu_dtype=mu_dtype,
+            nu_dtype=nu_dtype,
+            master_weights=bool(master_weights),
+            stochastic_moments=is_rounded and rounding != "off",
+            stochastic_params=rounding == "params",
+            seed=seed,
+            ema_decay=ema_decay,
+            compute_dtype=_checks.dtype_name(
+                "compute_dtype", compute_dtype, _checks.COMPUTE_DTYPES
+            ),
             alias=bool(alias),
             in_place=bool(in_place),
             bucket_bytes=_check_bucket_bytes(bucket_bytes),
@@ -270,17 +344,18 @@ def _choose_clip(max_grad_norm: Any, max_grad_value: Any) -> tuple[str, Any]:
     return "off", math.inf
 
 
-def _check_float32(name: str, dtype: Any) -> None:
-    if dtype is None:
-        return
-    try:
-        dtype = np.dtype(dtype)
-    except TypeError as error:
-        raise TypeError(f"fused_adamw: {name} is not a dtype: {dtype!r}") from error
-    if dtype != np.float32:
-        raise NotImplementedError(
-            f"fused_adamw: {name}={dtype.name} is not built yet; moments are float32"
+def _moment_dtypes(mu_dtype: Any, nu_dtype: Any) -> tuple[str, str]:
+    names = [
+        _checks.dtype_name(name, dtype, _checks.MOMENT_DTYPES)
+        for name, dtype in (("mu_dtype", mu_dtype), ("nu_dtype", nu_dtype))
+    ]
+    mu_name, nu_name = (name or "float32" for name in names)
+    if nu_name == "float16":
+        raise ValueError(
+            "fused_adamw: nu_dtype cannot be float16, whose smallest positive number "
+            "is 6e-8: the squares of gradients below 2e-4 would vanish; use bfloat16"
         )
+    return mu_name, nu_name
 
 
 def _check_not_built(**options: Any) -> None:
@@ -297,8 +372,15 @@ def _check_flags(**flags: Any) -> None:
 
 def _check_seed(seed: Any) -> None:
     dtype = seed.dtype if isinstance(seed, jax.Array) else np.asarray(seed).dtype
-    if dtype.kind not in "iu":
+    is_integer = isinstance(seed, int) or dtype.kind in "iu"
+    if isinstance(seed, bool) or not is_integer:
         raise TypeError(f"fused_adamw: seed must be an integer, got {seed!r}")
+    if np.shape(seed) != ():
+        raise ValueError(
+            f"fused_adamw: seed must be a scalar, got an array of shape {seed.shape}"
+        )
+    if not isinstance(seed, jax.Array) and not -(2**63) <= int(seed) < 2**64:
+        raise ValueError(f"fused_adamw: expected a seed of 64 bits, got {seed}")
 
 
 def _check_bucket_bytes(bucket_bytes: Any) -> int:

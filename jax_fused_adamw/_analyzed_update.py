@@ -51,14 +51,17 @@ analyzed_update_p = Primitive("fused_adamw_analyzed_update")
 analyzed_update_p.multiple_results = True
 
 
-def suits_one_call(buffers: Buffers) -> bool:
-    """Whether the tree is small, and on no mesh of several devices.
+def suits_one_call(config: UpdateConfig, buffers: Buffers) -> bool:
+    """Whether the tree is small, all its state float32, and on no mesh of devices.
 
     That is as far as types tell; where they do not, the lowering knows.
     """
     leaves = buffers.params
+    moment_dtypes = {config.mu_dtype, config.nu_dtype}
     return (
         0 < len(leaves) <= _MAX_LEAVES
+        and moment_dtypes == {"float32"}
+        and not (buffers.copies or config.has_ema or config.has_noise)
         and sum(math.prod(jnp.shape(leaf)) for leaf in leaves) <= _MAX_ELEMENTS
         and jax.sharding.get_abstract_mesh().empty
         and all(_is_on_one_device(x) for kind in buffers for x in kind)

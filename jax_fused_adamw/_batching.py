@@ -8,11 +8,11 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from jax_fused_adamw._operands import (
-    VALUE_SHAPES,
     Buffers,
     Operands,
     Scalars,
     UpdateConfig,
+    field_shapes,
     flatten,
     flatten_results,
     listed,
@@ -27,9 +27,10 @@ def batching_rule(
     """custom_vmap's rule; ``update_call(config)`` is the update of flat operands."""
     scalars, after, buffers = unflatten(config, operands)
     scalars_batched, _, buffers_batched = unflatten(config, in_batched)
-    if any(any(kind) for kind in listed(scalars_batched)) or config.members is not None:
+    differ = any(any(kind) for kind in listed(scalars_batched))
+    if differ or config.members is not None or config.has_noise:
         return _batch_members(update_call, config, axis_size, operands, in_batched)
-    # The update is elementwise: a batched leaf is just a larger leaf.
+    # The update is elementwise, and without noise a batched leaf is just a larger leaf.
     leaf_batched = [any(kinds) for kinds in zip(*filter(None, buffers_batched))]
     batched = Buffers(
         *(
@@ -41,9 +42,8 @@ def batching_rule(
         )
     )
     out = update_call(config)(*flatten(Operands(scalars, after, batched)))
-    num_leaf_results = config.num_result_kinds * config.num_leaves
-    counters = (False,) * (len(out) - num_leaf_results)
-    return out, tuple(leaf_batched) * config.num_result_kinds + counters
+    counters = (False,) * (len(out) - config.num_leaf_results)
+    return out, tuple(leaf_batched) * len(config.result_kinds) + counters
 
 
 def _batch_members(update_call, config, axis_size, operands, in_batched):
@@ -58,7 +58,10 @@ def _batch_members(update_call, config, axis_size, operands, in_batched):
         *(
             [scalar(x, has, value_shape) for x, has in zip(*kinds, strict=True)]
             for value_shape, *kinds in zip(
-                VALUE_SHAPES, listed(scalars), listed(scalars_batched), strict=True
+                field_shapes(config),
+                listed(scalars),
+                listed(scalars_batched),
+                strict=True,
             )
         )
     )
@@ -76,18 +79,23 @@ def _batch_members(update_call, config, axis_size, operands, in_batched):
             counters[1:],
         ),
         after,
-        Buffers(*(list(map(leaf, *kind)) for kind in zip(buffers, buffers_batched))),
+        Buffers(
+            *(
+                list(map(leaf, *kind))
+                for kind in zip(buffers, buffers_batched, strict=True)
+            )
+        ),
     )
     merged_config = dataclasses.replace(config, members=members)
     if members == 0:
         out = flatten_results(reference_update(merged_config, *merged[::2]))
     else:
         out = update_call(merged_config)(*flatten(merged))
-    num_leaf_results = config.num_result_kinds * config.num_leaves
     leaves = [
-        x.reshape(axis_size, *inner, *x.shape[1:]) for x in out[:num_leaf_results]
+        x.reshape(axis_size, *inner, *x.shape[1:])
+        for x in out[: config.num_leaf_results]
     ]
-    new_counters = list(out[num_leaf_results:])
+    new_counters = list(out[config.num_leaf_results :])
     if differ:
         # An inner vmap that knows one count for all its members expects one back.
         inner_has_counts = scalars.count.ndim > scalars_batched.count

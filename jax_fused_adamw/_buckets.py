@@ -55,7 +55,10 @@ class Bucket(NamedTuple):
 
 
 def make_buckets(
-    params: Sequence[Any], grads: Sequence[Any], bucket_bytes: int
+    params: Sequence[Any],
+    grads: Sequence[Any],
+    bucket_bytes: int,
+    copies: Sequence[Any] = (),
 ) -> list[Bucket]:
     """Cuts leaves into buckets of about ``bucket_bytes`` of gradients, first to last.
 
@@ -63,7 +66,10 @@ def make_buckets(
       params: parameter leaves, as the loss was given them.
       grads: their gradients.
       bucket_bytes: a bucket is closed once it holds this much.
+      copies: what the loss may have been given in the place of a parameter and the
+        update writes over too; None for a leaf without.
     """
+    read = list(zip(params, copies or [None] * len(params), strict=True))
     everything = [Bucket(list(range(len(grads))), [])]
     if sum(map(_nbytes, grads)) <= bucket_bytes:
         return everything
@@ -78,7 +84,9 @@ def make_buckets(
         after = {
             position
             for i in leaves
-            for reader in flow.readers_of(params[i])
+            for array in read[i]
+            if array is not None
+            for reader in flow.readers_of(array)
             for position in needed[reader]
             if position >= done + len(leaves)  # the others are there already
         }

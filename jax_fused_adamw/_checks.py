@@ -5,7 +5,7 @@ do about it.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -145,27 +145,36 @@ def check_shapes(name: str, tree: Any, params: Any) -> None:
         _check_shape(name, path, leaf, param)
 
 
-def check_moments(name: str, moments: Any, params: Any) -> None:
-    """Raises unless ``state.<name>`` is float32 and shaped like params."""
-    tree = f"state.{name}"
-    check_same_tree(tree, moments, params, "the state that init made for them")
-    pairs = zip(tree_leaves_with_path(moments), jax.tree.leaves(params), strict=True)
-    for (path, moment), param in pairs:
-        if np.dtype(getattr(moment, "dtype", object)) != np.float32:
+def params_with(name: str, params: Any) -> Any:
+    """The parameters that have a leaf in ``state.<name>``, None in place of others."""
+
+    def has_leaf(param: Any) -> bool:
+        is_float32 = np.dtype(param.dtype) == np.float32
+        return {"master": not is_float32, "compute": is_float32}.get(name, True)
+
+    return jax.tree.map(lambda param: param if has_leaf(param) else None, params)
+
+
+def check_state_tree(name: str, tree: Any, params: Any, dtype: np.dtype) -> None:
+    """Raises unless ``state.<name>`` has the right leaves: tree, dtype, shapes."""
+    params = params_with(name, params)
+    name = f"state.{name}"
+    check_same_tree(name, tree, params, "the state that init made for them")
+    pairs = zip(tree_leaves_with_path(tree), jax.tree.leaves(params), strict=True)
+    for (path, leaf), param in pairs:
+        if np.dtype(getattr(leaf, "dtype", object)) != dtype:
             raise TypeError(
-                f"fused_adamw: {leaf_name(tree, path)} has dtype "
-                f"{getattr(moment, 'dtype', type(moment).__name__)}, expected float32; "
-                "restore the state with the dtypes it was saved with"
+                f"fused_adamw: {leaf_name(name, path)} has dtype "
+                f"{getattr(leaf, 'dtype', type(leaf).__name__)}, expected {dtype}; "
+                "restore the state with the dtypes it was saved with, and use it with "
+                "the options it was made with"
             )
-        _check_shape(tree, path, moment, param)
+        _check_shape(name, path, leaf, param)
 
 
-MOMENTS = ("mu", "nu", "nu_max")
-
-
-def moment_trees(state: Any) -> dict[str, Any]:
-    """The moments, by the names that messages call them."""
-    return {f"state.{name}": getattr(state, name) for name in MOMENTS}
+def state_trees(state: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Trees of the state, by the names that messages call them."""
+    return {f"state.{name}": getattr(state, name) for name in names}
 
 
 def check_memory(trees: dict[str, Any]) -> None:
@@ -181,23 +190,27 @@ def check_memory(trees: dict[str, Any]) -> None:
                 )
 
 
-def check_replication(params: Any, grads: Any, state: Any, scalars: Any) -> None:
+def check_replication(
+    params: Any, grads: Any, state: Any, names: Iterable[str], scalars: Any
+) -> None:
     """Raises TypeError for operands of a shard_map that would differ in secret.
 
     A custom call tells JAX nothing of what its results depend on: with a gradient that
     varies over a mesh axis, a parameter declared the same on all devices would silently
     stop being so.
     """
-    trees = {"grads": grads} | moment_trees(state)
+    trees = {"grads": grads} | {name: getattr(state, name) for name in names}
     leaves = jax.tree.leaves((params, trees, scalars))
     if not any(varying_axes(leaf) for leaf in leaves):
         return
     named_params = tree_leaves_with_path(params)
-    for name, tree in trees.items():
-        for (path, leaf), (_, param) in zip(tree_leaves_with_path(tree), named_params):
+    for kind, tree in trees.items():
+        name = kind if kind == "grads" else f"state.{kind}"
+        of_params = jax.tree.leaves(params_with(kind, params))
+        for (path, leaf), param in zip(tree_leaves_with_path(tree), of_params):
             # A gradient may be the same where its parameter varies; state may not.
             differ = varying_axes(leaf) - varying_axes(param)
-            if name != "grads":
+            if kind != "grads":
                 differ |= varying_axes(param) - varying_axes(leaf)
             if differ:
                 raise TypeError(
@@ -252,6 +265,25 @@ def choose(name: str, value: Any, choices: dict[Any, str]) -> str:
     raise ValueError(
         f"fused_adamw: {name} must be one of {list(choices)}, got {value!r}"
     )
+
+
+MOMENT_DTYPES = ("float32", "bfloat16", "float16")
+COMPUTE_DTYPES = ("bfloat16", "float16")
+
+
+def dtype_name(name: str, dtype: Any, allowed: tuple[str, ...]) -> str | None:
+    """An option's dtype by name; raises unless it is None or among the allowed."""
+    if dtype is None:
+        return None
+    try:
+        got = np.dtype(dtype).name
+    except TypeError as error:
+        raise TypeError(f"fused_adamw: {name} is not a dtype: {dtype!r}") from error
+    if got not in allowed:
+        raise ValueError(
+            f"fused_adamw: {name} must be None or one of {list(allowed)}, got {got}"
+        )
+    return got
 
 
 def check_mask_values(tree: Any) -> None:

@@ -26,13 +26,14 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "eps": ("a finite eps >= 0", lambda x: 0.0 <= x and _is_finite(x)),
     "eps_root": ("a finite eps_root >= 0", lambda x: 0.0 <= x and _is_finite(x)),
     "weight_decay": ("a finite decay >= 0", lambda x: 0.0 <= x and _is_finite(x)),
+    "ema_decay": ("0 <= ema_decay < 1", lambda x: 0.0 <= x < 1.0),
     "max_grad_norm": ("max_grad_norm >= 0", lambda x: 0.0 <= x),
     "max_norm": ("max_norm >= 0", lambda x: 0.0 <= x),
     "max_grad_value": ("max_grad_value >= 0", lambda x: 0.0 <= x),
 }
 
 # In these, a rounding to 16 bits changes the method: bfloat16(0.999) is 1.0.
-_NEED_FLOAT32 = ("b1", "b2", "eps", "eps_root")
+_NEED_FLOAT32 = ("b1", "b2", "eps", "eps_root", "ema_decay")
 
 
 def check_hyperparameter(name: str, value: Any) -> None:

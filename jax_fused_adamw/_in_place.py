@@ -53,9 +53,10 @@ class InPlaceUpdate:
     # yields to what it does not know, so there is no __jax_array__.
     __array_ufunc__ = None
 
-    def __init__(self, old: jax.Array, new: jax.Array):
+    def __init__(self, old: jax.Array, new: jax.Array, dtype: Any = None):
         self._old = old
         self._new = new
+        self._dtype = dtype  # of the difference; the parameter's if None
         self._given_difference = None
 
     @property
@@ -64,9 +65,7 @@ class InPlaceUpdate:
         if self._given_difference is not None:
             return self._given_difference
         # Not kept: it belongs to the trace that asks, which may be a branch of a cond.
-        same = _bits(self._old) == _bits(self._new)
-        zero = jnp.array(-0.0, self._new.dtype)
-        return jnp.where(same, zero, self._new - self._old)
+        return difference(self._old, self._new, self._dtype or self._new.dtype)
 
     def __radd__(self, param: Any) -> jax.Array:
         if self._old is not None and param is self._old:
@@ -93,6 +92,18 @@ class InPlaceUpdate:
         update = cls(None, None)
         update._given_difference = children[0]
         return update
+
+
+def difference(old: jax.Array, new: jax.Array, dtype: Any) -> jax.Array:
+    """The update that leads from one parameter to another.
+
+    In float32, adding it to a low-precision parameter and rounding lands on the new
+    one, but for the sign of a zero and for a new one below about 2^-16 of the old.
+    """
+    same = _bits(old) == _bits(new)
+    return jnp.where(
+        same, jnp.array(-0.0, dtype), new.astype(dtype) - old.astype(dtype)
+    )
 
 
 def _bits(x: jax.Array) -> jax.Array:

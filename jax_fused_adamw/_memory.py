@@ -9,6 +9,7 @@ import numpy as np
 from jax_fused_adamw import _checks
 from jax_fused_adamw._alias import fused_adamw
 from jax_fused_adamw._shardings import state_shardings
+from jax_fused_adamw._transform import options_of
 
 
 class MemoryEstimate(NamedTuple):
@@ -36,8 +37,11 @@ def memory_estimate(
     Args:
       params: a tree of arrays or of ``jax.ShapeDtypeStruct``. A leaf with a sharding
         counts as much as a device holds of it.
-      grad_dtype: of all gradients; by default each has its parameter's.
-      **options: of :func:`fused_adamw`, as far as they matter here: ``amsgrad``, ...
+      grad_dtype: of all gradients; by default each has that of what the loss was given:
+        the parameter, or with ``compute_dtype`` the copy of a float32 one.
+      **options: of :func:`fused_adamw`, as far as they matter here: ``amsgrad``,
+        ``mu_dtype``, ``nu_dtype``, ``master_weights``, ``ema_decay``,
+        ``compute_dtype``.
 
     Returns:
       A :class:`MemoryEstimate`.
@@ -53,13 +57,26 @@ def memory_estimate(
       >>> estimate = jfa.memory_estimate(params)
       >>> estimate.params, estimate.grads, estimate.state
       (4000000, 4000000, 8000012)
+
+      With moments in bfloat16:
+
+      >>> low = dict(mu_dtype=jnp.bfloat16, nu_dtype=jnp.bfloat16)
+      >>> jfa.memory_estimate(params, **low).state
+      4000012
     """
     with _checks.speaking_as("memory_estimate"):
         _checks.check_params(params)
     tx = fused_adamw(**{"learning_rate": 0.0, **options})
     params = jax.tree.map(_placed, params)
     shardings = jax.tree.map(lambda x: x.sharding, params)
-    grads = jax.tree.map(lambda x: x.update(dtype=grad_dtype or x.dtype), params)
+    compute_dtype = options_of(tx).compute_dtype
+
+    def grad_of(param: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        is_float32 = np.dtype(param.dtype) == np.float32
+        dtype = compute_dtype if is_float32 and compute_dtype else param.dtype
+        return param.update(dtype=grad_dtype or dtype)
+
+    grads = jax.tree.map(grad_of, params)
     of_params, of_grads = _num_bytes(params, shardings), _num_bytes(grads, shardings)
     of_state = _num_bytes(jax.eval_shape(tx.init, params), state_shardings(tx, params))
     donated = of_params + of_grads + of_state

@@ -1,8 +1,8 @@
 """The shape of one update call: what varies at compile time, and its operands.
 
 The flat operand order is that of ``cc/ffi/operands.h``: the scalars in the order of
-:class:`Scalars`, what the call waits for, then every parameter, every gradient, every
-mu, every nu, and with AMSGrad every nu_max.
+:class:`Scalars`, what the call waits for, then kind by kind the leaves, in the order of
+:class:`Buffers`.
 
 A hyperparameter that the host knows travels as the bit pattern of its float64, so
 that nothing is lost before the kernel's last rounding, and all of them share one
@@ -14,6 +14,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 # By the values of jfa::Hyper.
 HYPERPARAMETERS = (
     "learning_rate",
@@ -24,6 +26,7 @@ HYPERPARAMETERS = (
     "weight_decay",
     "gradient_scale",
     "max_grad",
+    "ema_decay",
 )
 
 AMSGRAD_KINDS = ("off", "uncorrected", "corrected")  # by the value of jfa::Amsgrad
@@ -46,6 +49,17 @@ class UpdateConfig:
       nesterov: Nesterov's momentum, as optax's ``nesterov=True``.
       maximize: ascend instead of descend.
       write_params: return new parameters; otherwise the updates.
+      mu_dtype: of the first moments, by name.
+      nu_dtype: of the second moments and their maxima, by name.
+      has_copies: parameters are float32 and ``copies``, of lower precision, are
+        operands and results: the new parameters rounded to nearest. Only with
+        ``write_params``.
+      has_ema: an average of the parameters is an operand and a result.
+      stochastic_moments: moments below float32 are rounded stochastically.
+      stochastic_params: new bfloat16 parameters are.
+      leaf_ids: with noise, for each leaf its number in the whole tree.
+      shard_strides: with noise and sharded leaves, for each leaf the numbers of
+        :func:`._noise.shard_strides`.
       alias: let each output take the buffer of its input.
       zero_moments: the moments are zero and no operands: a first step, which reads 8
         bytes less for each element, and needs no state to have been made.
@@ -67,6 +81,14 @@ class UpdateConfig:
     nesterov: bool = False
     maximize: bool = False
     write_params: bool = True
+    mu_dtype: str = "float32"
+    nu_dtype: str = "float32"
+    has_copies: bool = False
+    has_ema: bool = False
+    stochastic_moments: bool = False
+    stochastic_params: bool = False
+    leaf_ids: tuple[int, ...] = ()
+    shard_strides: tuple[tuple[int, ...], ...] = ()
     alias: bool = True
     zero_moments: bool = False
     num_after: int = 0
@@ -79,21 +101,31 @@ class UpdateConfig:
         return self.amsgrad != "off"
 
     @property
+    def has_noise(self) -> bool:
+        return self.stochastic_moments or self.stochastic_params
+
+    @property
     def num_leaves(self) -> int:
         return len(self.decays)
 
     @property
     def num_scalars(self) -> int:
-        of_report = self.num_norms + self.num_nonfinite + self.analyze
-        return 3 + len(self.traced) + of_report + 2 * self.count_step
+        return sum(self.scalar_counts)
 
     @property
-    def num_norms(self) -> int:
-        return 2 * (self.clip == "norm" and not self.analyze)
-
-    @property
-    def num_nonfinite(self) -> int:
-        return int(self.skip_nonfinite and not self.analyze)
+    def scalar_counts(self) -> "Scalars":
+        """Of each field of :class:`Scalars`, how many operands it is."""
+        return Scalars(
+            count=1,
+            skip_update=1,
+            hyper_bits=1,
+            traced=len(self.traced),
+            norms=2 * (self.clip == "norm" and not self.analyze),
+            nonfinite=int(self.skip_nonfinite and not self.analyze),
+            gradient_scale=int(self.analyze),
+            noise=int(self.has_noise),
+            skip_counters=2 * self.count_step,
+        )
 
     @property
     def first_leaf(self) -> int:
@@ -101,12 +133,40 @@ class UpdateConfig:
         return self.num_scalars + self.num_after
 
     @property
-    def num_operand_kinds(self) -> int:
-        return 2 if self.zero_moments else 5 if self.has_nu_max else 4
+    def moment_kinds(self) -> tuple[str, ...]:
+        return ("mu", "nu", "nu_max") if self.has_nu_max else ("mu", "nu")
 
     @property
-    def num_result_kinds(self) -> int:
-        return 4 if self.has_nu_max else 3
+    def operand_kinds(self) -> tuple[str, ...]:
+        """The fields of :class:`Buffers` that are operands."""
+        moments = () if self.zero_moments else self.moment_kinds
+        return ("params", "grads", *moments, *self._kept_kinds)
+
+    @property
+    def result_kinds(self) -> tuple[str, ...]:
+        """The fields of :class:`Results` that hold leaves."""
+        return ("out", *self.moment_kinds, *self._kept_kinds)
+
+    @property
+    def _kept_kinds(self) -> tuple[str, ...]:
+        return ("copies",) * self.has_copies + ("ema",) * self.has_ema
+
+    @property
+    def num_leaf_operands(self) -> int:
+        return len(self.operand_kinds) * self.num_leaves
+
+    @property
+    def num_leaf_results(self) -> int:
+        return len(self.result_kinds) * self.num_leaves
+
+    def of_leaves(self, leaves: Sequence[int], **changes: Any) -> "UpdateConfig":
+        """For a call of some of the leaves."""
+        of_leaf = {
+            name: tuple(getattr(self, name)[i] for i in leaves)
+            for name in ("decays", "leaf_ids", "shard_strides")
+            if getattr(self, name)
+        }
+        return dataclasses.replace(self, **of_leaf, **changes)
 
 
 class Scalars(NamedTuple):
@@ -114,15 +174,13 @@ class Scalars(NamedTuple):
 
     count: Any  # int32[]: steps applied before this one
     skip_update: Any  # bool[]
-    hyper_bits: Any  # uint32[8, 2]: float64 patterns, low word first
-    traced: Sequence[Any]  # float32[] each, by UpdateConfig.traced
-    norms: Sequence[Any]  # float32[]: norm, scaled_norm, with clip="norm"
-    nonfinite: Sequence[Any]  # int32[]: one, with skip_nonfinite
-    gradient_scale: Sequence[Any]  # float32[]: one, with analyze
-    skip_counters: Sequence[Any]  # int32[]: skipped, consecutive, with count_step
-
-
-VALUE_SHAPES = Scalars((), (), (len(HYPERPARAMETERS), 2), (), (), (), (), ())
+    hyper_bits: Any  # uint32[9, 2]: float64 patterns, low word first
+    traced: Sequence[Any] = ()  # float32[] each, by UpdateConfig.traced
+    norms: Sequence[Any] = ()  # float32[]: norm, scaled_norm, with clip="norm"
+    nonfinite: Sequence[Any] = ()  # int32[]: one, with skip_nonfinite
+    gradient_scale: Sequence[Any] = ()  # float32[]: one, with analyze
+    noise: Sequence[Any] = ()  # uint32[1 + leaves, 2]: one, with noise; see _noise.py
+    skip_counters: Sequence[Any] = ()  # int32[]: skipped, consecutive, with count_step
 
 
 def listed(scalars: Scalars) -> Scalars:
@@ -130,23 +188,35 @@ def listed(scalars: Scalars) -> Scalars:
     return Scalars(*([x] for x in scalars[:3]), *scalars[3:])
 
 
+def field_shapes(config: UpdateConfig) -> Scalars:
+    """Of an operand of each field, the shape without members."""
+    return Scalars(
+        count=(),
+        skip_update=(),
+        hyper_bits=(len(HYPERPARAMETERS), 2),
+        noise=(1 + config.num_leaves, 2),
+    )
+
+
 def value_shapes(config: UpdateConfig) -> list[tuple[int, ...]]:
     """Of each scalar operand, the shape without members."""
-    first = list(VALUE_SHAPES[:3])
-    return first + [()] * (config.num_scalars - len(first))
+    fields = zip(config.scalar_counts, field_shapes(config), strict=True)
+    return [shape for count, shape in fields for _ in range(count)]
 
 
 class Buffers(NamedTuple):
-    """Operand leaves, one list a kind.
+    """Operand leaves, one list a kind; empty for a kind that is no operand.
 
-    ``nu_max`` is empty without AMSGrad, and all moments are with ``zero_moments``.
+    Between the calls of a mixed tree, ``copies`` has None for a leaf without one.
     """
 
     params: Sequence[Any]
     grads: Sequence[Any]
-    mu: Sequence[Any]
-    nu: Sequence[Any]
-    nu_max: Sequence[Any]
+    mu: Sequence[Any] = ()
+    nu: Sequence[Any] = ()
+    nu_max: Sequence[Any] = ()
+    copies: Sequence[Any] = ()  # of lower precision, of float32 parameters
+    ema: Sequence[Any] = ()
 
     def of_leaves(self, leaves: Sequence[int]) -> "Buffers":
         return Buffers(*([kind[i] for i in leaves] if kind else [] for kind in self))
@@ -162,9 +232,15 @@ class Results(NamedTuple):
     out: Sequence[Any]
     mu: Sequence[Any]
     nu: Sequence[Any]
-    nu_max: Sequence[Any]
-    counters: Sequence[Any]
+    nu_max: Sequence[Any] = ()
+    copies: Sequence[Any] = ()
+    ema: Sequence[Any] = ()
+    counters: Sequence[Any] = ()
     report: Sequence[Any] = ()
+
+    @property
+    def leaves(self) -> tuple[Sequence[Any], ...]:
+        return self[: self._fields.index("counters")]
 
 
 class Operands(NamedTuple):
@@ -182,26 +258,16 @@ def flatten(operands: Operands) -> list[Any]:
 
 
 def unflatten(config: UpdateConfig, flat: Sequence[Any]) -> Operands:
-    count, skip_update, hyper_bits, *others = flat[: config.num_scalars]
-    traced, others = _cut(others, len(config.traced))
-    norms, others = _cut(others, config.num_norms)
-    nonfinite, others = _cut(others, config.num_nonfinite)
-    scale, skip_counters = _cut(others, int(config.analyze))
-    after = flat[config.num_scalars : config.first_leaf]
-    kinds = _by_kind(flat[config.first_leaf :], config.num_leaves)
+    fields, rest = [], flat
+    for count in config.scalar_counts:
+        field, rest = rest[:count], rest[count:]
+        fields.append(field)
+    (count,), (skip_update,), (hyper_bits,), *others = fields
+    kinds = _by_kind(config.operand_kinds, config.num_leaves, rest[config.num_after :])
     return Operands(
-        Scalars(
-            count,
-            skip_update,
-            hyper_bits,
-            traced,
-            norms,
-            nonfinite,
-            scale,
-            skip_counters,
-        ),
-        after,
-        Buffers(*kinds, *([] for _ in range(5 - len(kinds)))),
+        Scalars(count, skip_update, hyper_bits, *others),
+        rest[: config.num_after],
+        Buffers(**kinds),
     )
 
 
@@ -210,25 +276,32 @@ def flatten_results(results: Results) -> list[Any]:
 
 
 def unflatten_results(config: UpdateConfig, flat: Sequence[Any]) -> Results:
-    leaves, others = _cut(flat, config.num_result_kinds * config.num_leaves)
-    counters, report = _cut(others, 3 * config.count_step)
-    kinds = _by_kind(leaves, config.num_leaves)
-    return Results(*kinds, *([] for _ in range(4 - len(kinds))), counters, report)
+    kinds = _by_kind(config.result_kinds, config.num_leaves, flat)
+    others = flat[config.num_leaf_results :]
+    num_counters = 3 * config.count_step
+    return Results(
+        **kinds, counters=others[:num_counters], report=others[num_counters:]
+    )
 
 
-def _cut(flat: Sequence[Any], n: int) -> tuple[Sequence[Any], Sequence[Any]]:
-    return flat[:n], flat[n:]
-
-
-def _by_kind(flat: Sequence[Any], n: int) -> list[Sequence[Any]]:
-    return [flat[start : start + n] for start in range(0, len(flat), n)] if n else []
+def _by_kind(
+    kinds: Sequence[str], n: int, flat: Sequence[Any]
+) -> dict[str, Sequence[Any]]:
+    return {kind: flat[i * n : (i + 1) * n] for i, kind in enumerate(kinds)}
 
 
 class Part(NamedTuple):
-    """Leaves of one of several calls, by index, and what else that call waits for."""
+    """One of several calls.
+
+    Attributes:
+      leaves: its leaves, by index.
+      after: what else it waits for.
+      changes: in what its configuration differs from that of all leaves.
+    """
 
     leaves: Sequence[int]
     after: Sequence[Any] = ()
+    changes: dict[str, Any] = {}
 
 
 def parts_of(num_leaves: int, leaves_per_part: int) -> list[Part]:
@@ -247,7 +320,7 @@ def call_in_parts(
     The counters are updated in place, so the call that counts must be the last one to
     read them; and the order in which :mod:`._buckets` puts its buckets is kept.
     """
-    if len(parts) == 1 and not parts[0].after:
+    if len(parts) == 1 and not parts[0].after and not parts[0].changes:
         return call(config, operands)
     results: list[Results] = []
     for part in parts:
@@ -255,26 +328,40 @@ def call_in_parts(
         if results:
             after.append(results[-1].mu[0])
         counts = config.count_step and part is parts[-1]
-        scalars = operands.scalars
-        if not counts:
-            scalars = scalars._replace(skip_counters=[])
-        part_config = dataclasses.replace(
-            config,
-            decays=tuple(config.decays[i] for i in part.leaves),
-            num_after=len(after),
-            count_step=counts,
+        part_config = config.of_leaves(
+            part.leaves, num_after=len(after), count_step=counts, **part.changes
         )
+        scalars = _scalars_of_leaves(operands.scalars, part.leaves, counts)
         buffers = operands.buffers.of_leaves(part.leaves)
+        if not part_config.has_copies:
+            buffers = buffers._replace(copies=[])
         results.append(call(part_config, Operands(scalars, after, buffers)))
     return _in_order(results, [i for part in parts for i in part.leaves])
+
+
+def _scalars_of_leaves(
+    scalars: Scalars, leaves: Sequence[int], counts: bool
+) -> Scalars:
+    rows = np.array([0, *(1 + i for i in leaves)])  # the seed, then a row a leaf
+    return scalars._replace(
+        noise=[noise[..., rows, :] for noise in scalars.noise],
+        skip_counters=scalars.skip_counters if counts else [],
+    )
 
 
 def _in_order(results: Sequence[Results], leaves: Sequence[int]) -> Results:
     """The results of parts as those of one call; ``leaves`` are theirs in sequence."""
     places = sorted(range(len(leaves)), key=leaves.__getitem__)
-    *kinds, counters, _ = (
-        [leaf for part in kind for leaf in part] for kind in zip(*results, strict=True)
-    )
-    return Results(
-        *([kind[i] for i in places] if kind else [] for kind in kinds), counters
-    )
+    kinds = []
+    for parts in zip(*(part.leaves for part in results), strict=True):
+        if not any(parts):
+            kinds.append([])
+            continue
+        missing = [[None] * len(part.out) for part in results]
+        joined = [x for kind in map(_or, parts, missing) for x in kind]
+        kinds.append([joined[i] for i in places])
+    return Results(*kinds, counters=results[-1].counters)
+
+
+def _or(kind: Sequence[Any], missing: Sequence[Any]) -> Sequence[Any]:
+    return kind or missing

@@ -5,8 +5,7 @@ replicated results, in silence.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.custom_batching import custom_vmap
@@ -19,21 +18,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fused_adamw._export import refuse_partitioned_export
 from jax_fused_adamw._operands import UpdateConfig, unflatten, value_shapes
+from jax_fused_adamw._sharded_noise import Shard, at_their_places
+from jax_fused_adamw._specs import align_members
 
 
 def sharding_rule(config: UpdateConfig, mesh, operands, results):
     """Leaf i shards alike in all its buffers; scalars are whole on every device.
 
-    But new parameters lie where those lie that come once more, after the operands, and
-    are not computed with: where the moments are sharded and the parameters are not
-    (ZeRO-1), the new ones are gathered, and the next step compiles no second time.
+    But new parameters and copies lie where those lie that come once more, after the
+    operands, and are not computed with: where the moments are sharded and the
+    parameters are not (ZeRO-1), the new ones are gathered, and the next step compiles
+    no second time.
     """
     del mesh
-    first, n = config.first_leaf, config.num_leaves
-    num_leaf_results = config.num_result_kinds * n
+    n, first = config.num_leaves, config.first_leaf
+    places_from = first + config.num_leaf_operands
     leading = () if config.members is None else ("member",)
-
-    n_operands = first + config.num_operand_kinds * n
     ranks = [len(shape) for shape in value_shapes(config)]
 
     def scalar(i: int, value_type) -> ArrayMapping:
@@ -44,10 +44,14 @@ def sharding_rule(config: UpdateConfig, mesh, operands, results):
     def waited_for(i: int, value_type) -> ArrayMapping:
         return ArrayMapping(*(f"after{i}_dim{d}" for d in range(value_type.rank)))
 
-    def leaf(i: int, value_type, name="leaf") -> ArrayMapping:
+    def leaf(name: str, i: int, value_type) -> ArrayMapping:
         own = (f"{name}{i}_dim{d}" for d in range(len(leading), value_type.rank))
         return ArrayMapping(*leading, *own)
 
+    # Operand kinds share the place of their leaf, the last ones have their own.
+    place_of = {"out": "param", "copies": "copy"}
+    result_names = [place_of.get(kind, "leaf") for kind in config.result_kinds]
+    num_leaf_results = config.num_leaf_results
     return SdyShardingRule(
         (
             *(scalar(i, x) for i, x in enumerate(operands[: config.num_scalars])),
@@ -55,12 +59,20 @@ def sharding_rule(config: UpdateConfig, mesh, operands, results):
                 waited_for(i, x)
                 for i, x in enumerate(operands[config.num_scalars : first])
             ),
-            *(leaf(i % n, x) for i, x in enumerate(operands[first:n_operands])),
-            *(leaf(i, x, "param") for i, x in enumerate(operands[n_operands:])),
+            *(
+                leaf("leaf", i % n, x)
+                for i, x in enumerate(operands[first:places_from])
+            ),
+            *(
+                leaf(("param", "copy")[i // n], i % n, x)
+                for i, x in enumerate(operands[places_from:])
+            ),
         ),
         (
-            *(leaf(i, x, "param") for i, x in enumerate(results[:n])),
-            *(leaf(i % n, x) for i, x in enumerate(results[n:num_leaf_results])),
+            *(
+                leaf(result_names[i // n], i % n, x)
+                for i, x in enumerate(results[:num_leaf_results])
+            ),
             *(scalar(0, x) for x in results[num_leaf_results:]),
         ),
     )
@@ -72,33 +84,42 @@ def partition(bind: Callable, config: UpdateConfig, mesh, operands, results):
     A first step, which has no state yet, runs it where its parameter lies.
     """
     n, first = config.num_leaves, config.first_leaf
-    num_leaf_results = config.num_result_kinds * n
-    operands, params = operands[:-n], operands[-n:]
+    operands, places = _cut(operands, first + config.num_leaf_operands)
     _, after, buffers = unflatten(config, operands)
     placements = [leaf.sharding for leaf in buffers.mu or buffers.params]
     member_spec = None
     if config.members is not None:
         member_spec, placements = align_members(mesh, placements)
+    shards = []
+    if config.has_noise:
+        shards = [
+            Shard.of(i, config, mesh, placement, param.shape)
+            for i, (placement, param) in enumerate(zip(placements, buffers.params))
+        ]
 
     def scalar_sharding(shape: tuple[int, ...], x) -> NamedSharding:
         per_member = len(x.shape) > len(shape)
         spec = PartitionSpec(member_spec) if per_member else PartitionSpec()
         return NamedSharding(mesh, spec)
 
-    def update_shard(*shards):
+    def update_shard(*operands):
         local = config
         if config.members is not None:
-            local = dataclasses.replace(config, members=shards[first].shape[0])
+            local = dataclasses.replace(config, members=operands[first].shape[0])
+        operands = operands[: first + config.num_leaf_operands]
         # jnp operations of the plain-JAX rule must not see the outer explicit mesh.
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            return tuple(bind(*shards[:-n], config=local))
+            if config.has_noise:
+                local, operands = at_their_places(local, shards, operands)
+            return tuple(bind(*operands, config=local))
 
+    leaf_results, counters = _cut(results, config.num_leaf_results)
     return (
         mesh,
         update_shard,
         (
-            *(placements[i % n] for i in range(num_leaf_results)),
-            *(scalar_sharding((), x) for x in results[num_leaf_results:]),
+            *(placements[i % n] for i in range(len(leaf_results))),
+            *(scalar_sharding((), x) for x in counters),
         ),
         (
             *(
@@ -106,10 +127,14 @@ def partition(bind: Callable, config: UpdateConfig, mesh, operands, results):
                 for shape, x in zip(value_shapes(config), operands)
             ),
             *(x.sharding for x in after),
-            *(placements[i % n] for i in range(len(operands) - first)),
-            *(x.sharding for x in params),
+            *(placements[i % n] for i in range(config.num_leaf_operands)),
+            *(x.sharding for x in places),
         ),
     )
+
+
+def _cut(flat: Sequence, n: int) -> tuple[Sequence, Sequence]:
+    return flat[:n], flat[n:]
 
 
 def manual_axes() -> frozenset[str]:
@@ -199,56 +224,3 @@ def reveal_devices(x):
 def _batching_rule(axis_size, in_batched, x):
     del axis_size
     return x, in_batched[0]
-
-
-def align_members(mesh, placements):
-    """One sharding of the member axis for all leaves: of the first that has one."""
-    specs = [spec_of(placement) for placement in placements]
-    member_spec = next((spec[0] for spec in specs if spec and spec[0]), None)
-    used = spec_axes(member_spec)
-
-    def free(axes) -> bool:
-        return set(used).isdisjoint(spec_axes(axes))
-
-    aligned = [
-        NamedSharding(
-            mesh, PartitionSpec(member_spec, *(a if free(a) else None for a in s[1:]))
-        )
-        for s in specs
-    ]
-    return member_spec, aligned
-
-
-def spec_of(placement) -> tuple:
-    """The mesh axes of each dimension."""
-    if hasattr(placement, "spec"):
-        return tuple(placement.spec)
-    if placement.is_fully_replicated:
-        return ()
-    raise NotImplementedError(
-        "fused_adamw: the sharding of a leaf is hidden inside a shard_map that is "
-        "manual over only some mesh axes, and a vmap with a learning rate, count or "
-        "skip of each member needs it: make the shard_map manual over all axes"
-    )
-
-
-def spec_axes(entry) -> tuple[str, ...]:
-    """The mesh axes of one entry of a ``PartitionSpec``."""
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
-
-
-def even_sharding(mesh, placement, shape: tuple[int, ...]):
-    """The placement, whole along dimensions that it cuts into uneven parts.
-
-    XLA fills the last part up, and what it is filled with must not be counted.
-    """
-    spec = spec_of(placement)
-    even = [
-        entry
-        if size % math.prod(mesh.shape[a] for a in spec_axes(entry)) == 0
-        else None
-        for entry, size in zip(spec, shape)
-    ]
-    if even == list(spec):
-        return placement
-    return NamedSharding(mesh, PartitionSpec(*even))

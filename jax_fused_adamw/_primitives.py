@@ -23,17 +23,18 @@ from jax.interpreters import mlir
 
 from jax_fused_adamw import _ffi
 from jax_fused_adamw._batching import batching_rule
+from jax_fused_adamw._noise import UNCUT
 from jax_fused_adamw._operands import (
     AMSGRAD_KINDS,
     CLIP_KINDS,
     HYPERPARAMETERS,
-    VALUE_SHAPES,
     Buffers,
     Operands,
     Results,
     Scalars,
     UpdateConfig,
     call_in_parts,
+    field_shapes,
     flatten,
     flatten_results,
     listed,
@@ -74,24 +75,35 @@ def update_shapes(*avals, config: UpdateConfig):
     scalars, _, buffers = unflatten(config, avals)
     _check_scalars(config, scalars)
     for i in range(config.num_leaves):
-        _check_leaf(i, buffers)
+        _check_leaf(config, i, buffers)
     # As new parameters or as updates, `out` is shaped like the parameters.
-    moments = [buffers.mu, buffers.nu, buffers.nu_max]
-    if config.zero_moments:
-        float32 = np.dtype(np.float32)
-        like = [p.update(dtype=float32, weak_type=False) for p in buffers.params]
-        moments = [like] * (config.num_result_kinds - 1)
+    results = {"out": buffers.params, "copies": buffers.copies, "ema": buffers.ema}
+    for kind in config.moment_kinds:
+        results[kind] = getattr(buffers, kind)
+        if config.zero_moments:
+            (dtype,) = _allowed_dtypes(config, kind)
+            results[kind] = [
+                p.update(dtype=dtype, weak_type=False) for p in buffers.params
+            ]
     counters = [scalars.count, *scalars.skip_counters] if config.count_step else []
-    return [*buffers.params, *(leaf for kind in moments for leaf in kind), *counters]
+    return [*(x for kind in config.result_kinds for x in results[kind]), *counters]
 
 
 def _check_scalars(config: UpdateConfig, scalars: Scalars) -> None:
-    int32, float32 = np.int32, np.float32
+    int32, uint32, float32 = np.int32, np.uint32, np.float32
     dtypes = Scalars(
-        int32, np.bool_, np.uint32, float32, float32, int32, float32, int32
+        count=int32,
+        skip_update=np.bool_,
+        hyper_bits=uint32,
+        traced=float32,
+        norms=float32,
+        nonfinite=int32,
+        gradient_scale=float32,
+        noise=uint32,
+        skip_counters=int32,
     )
     for name, kind, dtype, value_shape in zip(
-        Scalars._fields, listed(scalars), dtypes, VALUE_SHAPES, strict=True
+        Scalars._fields, listed(scalars), dtypes, field_shapes(config), strict=True
     ):
         for aval in kind:
             shapes = [value_shape, (config.members, *value_shape)]
@@ -99,17 +111,25 @@ def _check_scalars(config: UpdateConfig, scalars: Scalars) -> None:
                 raise TypeError(f"fused_adamw: {name} cannot be {aval.str_short()}")
 
 
-def _check_leaf(i: int, buffers: Buffers) -> None:
+def _allowed_dtypes(config: UpdateConfig, kind: str) -> list[np.dtype]:
+    float32, *low_precision = map(np.dtype, LEAF_DTYPES)
+    if kind == "params" and config.has_copies or kind == "ema":
+        return [float32]
+    if kind == "copies":
+        return low_precision
+    if kind in config.moment_kinds:
+        return [np.dtype(config.mu_dtype if kind == "mu" else config.nu_dtype)]
+    return [float32, *low_precision]
+
+
+def _check_leaf(config: UpdateConfig, i: int, buffers: Buffers) -> None:
     param = buffers.params[i]
-    for kind, leaves in zip(Buffers._fields, buffers, strict=True):
-        if not leaves:
-            continue
-        allowed = LEAF_DTYPES if kind in ("params", "grads") else (jnp.float32,)
-        if leaves[i].shape != param.shape or leaves[i].dtype not in allowed:
+    for kind in config.operand_kinds:
+        leaf, allowed = getattr(buffers, kind)[i], _allowed_dtypes(config, kind)
+        if leaf.shape != param.shape or leaf.dtype not in allowed:
             raise TypeError(
                 f"fused_adamw: leaf {i} of {kind}: expected shape {param.shape} and "
-                f"one of {[np.dtype(d).name for d in allowed]}, got "
-                f"{leaves[i].str_short()}"
+                f"one of {[dtype.name for dtype in allowed]}, got {leaf.str_short()}"
             )
 
 
@@ -121,33 +141,39 @@ def aliases(config: UpdateConfig) -> dict[int, int]:
     if not config.alias:
         return {}
     n, first = config.num_leaves, config.first_leaf
-    kinds = {0: 0} if config.write_params else {}
-    kinds |= {kind: kind - 1 for kind in range(2, config.num_operand_kinds)}
-    pairs = {
-        first + operand_kind * n + i: result_kind * n + i
-        for operand_kind, result_kind in kinds.items()
-        for i in range(n)
-    }
+    pairs = {}
+    for place, kind in enumerate(config.operand_kinds):
+        if kind == "params" and config.write_params:
+            kind = "out"
+        if kind in config.result_kinds:
+            result = config.result_kinds.index(kind)
+            pairs |= {first + place * n + i: result * n + i for i in range(n)}
     if config.count_step:
         counters = (0, config.num_scalars - 2, config.num_scalars - 1)
-        first_result = config.num_result_kinds * n
-        pairs |= {counter: first_result + i for i, counter in enumerate(counters)}
+        pairs |= {x: config.num_leaf_results + i for i, x in enumerate(counters)}
     return pairs
 
 
 def attributes(config: UpdateConfig) -> dict[str, Any]:
     """What the native handler is told of the call, as ``cc/ffi/operands.h`` has it."""
+    strides = config.shard_strides or [UNCUT] * config.num_leaves
     return {
         "analyze": np.bool_(config.analyze),
         "amsgrad": np.int64(AMSGRAD_KINDS.index(config.amsgrad)),
         "clip": np.int64(CLIP_KINDS.index(config.clip)),
         "count_step": np.bool_(config.count_step),
         "decays": np.array(config.decays, np.uint8),
+        "has_copies": np.bool_(config.has_copies),
+        "has_ema": np.bool_(config.has_ema),
+        "leaf_ids": np.array(config.leaf_ids or [0] * config.num_leaves, np.int64),
         "maximize": np.bool_(config.maximize),
         "members": np.int64(1 if config.members is None else config.members),
         "nesterov": np.bool_(config.nesterov),
         "num_after": np.int64(config.num_after),
+        "shard_strides": np.array(strides, np.int64).reshape(-1),
         "skip_nonfinite": np.bool_(config.skip_nonfinite),
+        "stochastic_moments": np.bool_(config.stochastic_moments),
+        "stochastic_params": np.bool_(config.stochastic_params),
         "traced": np.array([h in config.traced for h in HYPERPARAMETERS], np.uint8),
         "write_params": np.bool_(config.write_params),
         "zero_moments": np.bool_(config.zero_moments),
@@ -229,19 +255,20 @@ def _update_call(config: UpdateConfig):
     def bind(*operands):
         return tuple(update_p.bind(*operands, config=config))
 
-    def bind_without_params(*operands):
-        return bind(*operands[: -config.num_leaves])
+    def bind_without_places(*operands):
+        return bind(*operands[: config.first_leaf + config.num_leaf_operands])
 
     partitioned = with_partitioning(
-        bind_without_params,
+        bind_without_places,
         functools.partial(partition, update_p.bind, config),
         functools.partial(sharding_rule, config),
     )
 
-    def with_params(*operands):
-        return partitioned(*operands, *unflatten(config, operands).buffers.params)
+    def with_places(*operands):
+        buffers = unflatten(config, operands).buffers
+        return partitioned(*operands, *buffers.params, *buffers.copies)
 
-    differentiated = jax.custom_jvp(unless_all_manual(bind, with_params))
+    differentiated = jax.custom_jvp(unless_all_manual(bind, with_places))
     differentiated.defjvp(refuse_derivative)
     batched = custom_vmap(differentiated)
     batched.def_vmap(functools.partial(batching_rule, _update_call, config))

@@ -7,12 +7,19 @@ there is no float64 for the bias corrections, and XLA:CPU flushes subnormals, a
 subnormal ``gradient_scale`` among them.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from jax_fused_adamw._noise import (
+    LeafNoise,
+    Wide,
+    element_index,
+    round_stochastically,
+)
 from jax_fused_adamw._operands import (
     HYPERPARAMETERS,
     Buffers,
@@ -36,7 +43,7 @@ class _Hyper(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """Everything a leaf needs, float32, of shape ``[]`` or ``[members]``."""
+    """Everything a leaf needs, float32 or as told, of shape ``[]`` or ``[members]``."""
 
     b1: jax.Array
     one_minus_b1: jax.Array
@@ -53,7 +60,11 @@ class _Step(NamedTuple):
     max_grad: jax.Array
     norm: jax.Array
     scaled_norm: jax.Array
+    ema_decay: jax.Array
+    one_minus_ema_decay: jax.Array
     skip: jax.Array
+    number: jax.Array  # int32: that of the step, 1-based
+    noise: jax.Array | None  # uint32[..., 1 + leaves, 2], with noise
 
 
 def reference_update(
@@ -61,28 +72,15 @@ def reference_update(
 ) -> Results:
     """Same operands and results as the native update call."""
     step = _make_step(config, scalars)
-    if config.zero_moments:
-        zeros = [jnp.zeros_like(p, jnp.float32) for p in buffers.params]
-        buffers = buffers._replace(
-            mu=zeros, nu=zeros, nu_max=zeros if config.has_nu_max else []
-        )
-    nu_max = buffers.nu_max or [None] * len(buffers.params)
-    results = [
-        _update_leaf(config, step, decays, *leaf)
-        for decays, *leaf in zip(
-            config.decays,
-            buffers.params,
-            buffers.grads,
-            buffers.mu,
-            buffers.nu,
-            nu_max,
-            strict=True,
-        )
+    leaves = [
+        _update_leaf(config, step, i, Buffers(*(x[i] if x else None for x in buffers)))
+        for i in range(config.num_leaves)
     ]
-    columns = zip(*results, strict=True) if results else ([],) * 4
-    out, mu, nu, new_max = map(list, columns)
+    kinds = {
+        kind: [getattr(leaf, kind) for leaf in leaves] for kind in config.result_kinds
+    }
     counters = _count_step(scalars, step.skip) if config.count_step else []
-    return Results(out, mu, nu, new_max if config.has_nu_max else [], counters)
+    return Results(**kinds, counters=counters)
 
 
 def _count_step(scalars: Scalars, skip: jax.Array) -> list[jax.Array]:
@@ -102,7 +100,8 @@ def _next_count(count: jax.Array) -> jax.Array:
 def _make_step(config: UpdateConfig, scalars: Scalars) -> _Step:
     hyper = _read_hyper(config, scalars)
     b1, b2 = hyper["b1"], hyper["b2"]
-    t = _next_count(scalars.count).astype(jnp.float32)
+    number = _next_count(scalars.count)
+    t = number.astype(jnp.float32)
     divisor = gradient_divisor(hyper["gradient_scale"].value)
     skip = jnp.asarray(scalars.skip_update)
     for nonfinite in scalars.nonfinite:
@@ -128,7 +127,11 @@ def _make_step(config: UpdateConfig, scalars: Scalars) -> _Step:
         max_grad=hyper["max_grad"].value,
         norm=norm,
         scaled_norm=scaled_norm,
+        ema_decay=hyper["ema_decay"].value,
+        one_minus_ema_decay=hyper["ema_decay"].complement(),
         skip=skip,
+        number=number,
+        noise=scalars.noise[0] if scalars.noise else None,
     )
 
 
@@ -211,38 +214,126 @@ def _power_of_two(exponent: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(biased << 23, jnp.float32)
 
 
-def _update_leaf(config, step, decays, param, grad, mu, nu, nu_max):
+def _update_leaf(config: UpdateConfig, step: _Step, i: int, leaf: Buffers) -> Results:
+    """Of one leaf: every kind is an array, or None."""
+    param = leaf.params
+
     def per_member(scalar: jax.Array) -> jax.Array:
         return scalar.reshape(scalar.shape + (1,) * (param.ndim - scalar.ndim))
 
-    s = _Step(*(per_member(scalar) if scalar.ndim else scalar for scalar in step))
-    p = param.astype(jnp.float32)
-    g = grad.astype(jnp.float32) / s.gradient_divisor
+    *scalars, noise = step
+    s = _Step(*(per_member(x) if x.ndim else x for x in scalars), noise)
+    if config.zero_moments:
+        zeros = [jnp.zeros_like(param, dtype) for dtype in _moment_dtypes(config)]
+        leaf = leaf._replace(**dict(zip(config.moment_kinds, zeros)))
+    noise = _leaf_noise(config, step, i, param.shape) if config.has_noise else None
+    update, moments = _update_and_moments(config, s, config.decays[i], leaf)
+    new = _store_params(config, s, leaf, update, noise)
+    new |= _store_moments(config, moments, noise)
+    kept = leaf._asdict() | {"out": param}
+    if not config.write_params:
+        kept["out"] = jnp.array(-0.0, param.dtype)
+    return Results(**{k: jnp.where(s.skip, kept[k], x) for k, x in new.items()})
+
+
+def _moment_dtypes(config: UpdateConfig) -> list[str]:
+    """By ``config.moment_kinds``."""
+    return [config.mu_dtype, config.nu_dtype, config.nu_dtype][
+        : len(config.moment_kinds)
+    ]
+
+
+def _update_and_moments(
+    config: UpdateConfig, s: _Step, decays: bool, leaf: Buffers
+) -> tuple[jax.Array, list[jax.Array]]:
+    """In float32, from the moments as they are stored; the moments not rounded yet."""
+    p, g, mu, nu = (x.astype(jnp.float32) for x in leaf[:4])
+    g = g / s.gradient_divisor
     if config.clip == "norm":
         g = clip_by_norm(g, s.norm, s.scaled_norm, s.max_grad)
     elif config.clip == "value":
         g = jnp.clip(g, -s.max_grad, s.max_grad)
-    new_mu = s.b1 * mu + s.one_minus_b1 * g
-    new_nu = s.b2 * nu + s.one_minus_b2 * g * g
-    mu_hat = new_mu * s.mu_correction
+    mu = s.b1 * mu + s.one_minus_b1 * g
+    nu = s.b2 * nu + s.one_minus_b2 * g * g
+    mu_hat = mu * s.mu_correction
     if config.nesterov:
         mu_hat = mu_hat + g * s.grad_correction
-    if config.amsgrad == "uncorrected":
-        new_max = jnp.maximum(nu_max, new_nu)
-        nu_hat = new_max * s.nu_correction
-    elif config.amsgrad == "corrected":
-        new_max = nu_hat = jnp.maximum(nu_max, new_nu * s.nu_correction)
-    else:
-        new_max, nu_hat = None, new_nu * s.nu_correction
+    nu_hat, moments = nu * s.nu_correction, [mu, nu]
+    if config.has_nu_max:
+        is_corrected = config.amsgrad == "corrected"
+        old_max = leaf.nu_max.astype(jnp.float32)
+        nu_max = jnp.maximum(old_max, nu_hat if is_corrected else nu)
+        nu_hat = nu_max if is_corrected else nu_max * s.nu_correction
+        moments.append(nu_max)
     direction = mu_hat / (jnp.sqrt(nu_hat + s.eps_root) + s.eps)
     if decays:
         decay = jnp.where(s.weight_decay == 0, 0.0, s.weight_decay * p)
         direction = direction + decay
-    update = s.neg_learning_rate * direction
+    return s.neg_learning_rate * direction, moments
+
+
+def _store_moments(
+    config: UpdateConfig, moments: list[jax.Array], noise: LeafNoise | None
+) -> dict[str, jax.Array]:
+    # The maximum to nearest: one of noisy values would creep upwards.
+    bits = (None, None, None)
+    if config.stochastic_moments:
+        bits = (*noise.for_moments(), None)
+    stored = map(_stored, moments, _moment_dtypes(config), bits)
+    return dict(zip(config.moment_kinds, stored))
+
+
+def _store_params(
+    config: UpdateConfig,
+    s: _Step,
+    leaf: Buffers,
+    update: jax.Array,
+    noise: LeafNoise | None,
+) -> dict[str, jax.Array]:
+    """``out``, and what follows from the new parameters: copies and average."""
+    param = leaf.params
+    p = param.astype(jnp.float32)
+    new = {}
     if config.write_params:
-        out = jnp.where(s.skip, param, (p + update).astype(param.dtype))
+        is_noisy = config.stochastic_params and param.dtype == jnp.bfloat16
+        bits = noise.for_params() if is_noisy else None
+        new_param = new["out"] = _stored(p + update, param.dtype, bits)
     else:
-        zero = jnp.array(-0.0, param.dtype)
-        out = jnp.where(s.skip, zero, update.astype(param.dtype))
-    kept_max = None if new_max is None else jnp.where(s.skip, nu_max, new_max)
-    return out, jnp.where(s.skip, mu, new_mu), jnp.where(s.skip, nu, new_nu), kept_max
+        new["out"] = update.astype(param.dtype)
+        new_param = (p + new["out"].astype(jnp.float32)).astype(param.dtype)
+    if config.has_copies:
+        new["copies"] = new_param.astype(leaf.copies.dtype)
+    if config.has_ema:
+        kept = s.ema_decay * leaf.ema
+        new["ema"] = kept + s.one_minus_ema_decay * new_param.astype(jnp.float32)
+    return new
+
+
+def _stored(x: jax.Array, dtype: Any, noise: jax.Array | None) -> jax.Array:
+    """Rounded to nearest, or with noise stochastically."""
+    if noise is None or np.dtype(dtype) == np.float32:
+        return x.astype(dtype)
+    return round_stochastically(x, np.dtype(dtype), noise)
+
+
+def _leaf_noise(
+    config: UpdateConfig, step: _Step, i: int, shape: tuple[int, ...]
+) -> LeafNoise:
+    members = () if config.members is None else (1,)
+    strides = config.shard_strides[i] if config.shard_strides else ()
+    index = element_index(shape[len(members) :], strides)
+
+    def spread(x: jax.Array) -> jax.Array:
+        return x.reshape(x.shape + (1,) * (len(shape) - x.ndim)) if x.ndim else x
+
+    def wide(row: int) -> Wide:
+        return Wide(*(spread(step.noise[..., row, word]) for word in range(2)))
+
+    index = Wide(*(word.reshape(*members, *word.shape) for word in index))
+    index = Wide(*(jnp.broadcast_to(word, shape) for word in index))
+    return LeafNoise(
+        seed=wide(0),
+        step=spread(step.number).astype(jnp.uint32),
+        leaf_id=config.leaf_ids[i],
+        index=index.plus(wide(1 + i)),
+    )

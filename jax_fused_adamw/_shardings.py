@@ -125,16 +125,17 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
     whole = _whole(jax.tree.leaves(shardings))
     return optax.tree.map_params(
         tx,
-        lambda x, sharding: x if _is_masked(x) else sharding,
+        lambda x, sharding: x if is_empty(x) else sharding,
         jax.eval_shape(tx.init, params),
         shardings,
         transform_non_params=lambda _: whole,
-        is_leaf=_is_masked,
+        is_leaf=is_empty,
     )
 
 
-def _is_masked(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)
+def is_empty(x: Any) -> bool:
+    """Whether a parameter has nothing there: masked out, or a tree of some only."""
+    return x is None or isinstance(x, optax.MaskedNode)
 
 
 def _sharding_of(path: Any, param: Any) -> jax.sharding.Sharding:

@@ -25,16 +25,13 @@ from jax_fused_adamw._export import saved_by_name
 from jax_fused_adamw._hyperparams import check_gradient_scale, scale_operand
 from jax_fused_adamw._operands import Scalars, UpdateConfig
 from jax_fused_adamw._partitioning import (
-    align_members,
-    even_sharding,
     is_all_manual,
     manual_axes,
-    spec_axes,
-    spec_of,
     unless_all_manual,
     with_partitioning,
 )
 from jax_fused_adamw._reference import gradient_divisor
+from jax_fused_adamw._specs import align_members, even_sharding, spec_axes, spec_of
 from jax_fused_adamw._stats_jvp import Statistics, with_tangents
 from jax_fused_adamw._stats_primitives import (
     Reports,

@@ -45,7 +45,7 @@ def two_calls(monkeypatch):
 
     def run(function, *operands, **extra_args):
         with monkeypatch.context() as patch:
-            patch.setattr(_transform, "suits_one_call", lambda buffers: False)
+            patch.setattr(_transform, "suits_one_call", lambda *_: False)
             return jax.jit(lambda *x: function(*x, **extra_args))(*operands)
 
     return run

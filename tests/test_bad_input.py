@@ -68,7 +68,23 @@ BAD_OPTIONS = [
     (dict(in_place=0), TypeError, "in_place"),
     (dict(implementation="cuda"), ValueError, "implementation"),
     (dict(seed=0.5), TypeError, "seed"),
+    (dict(seed=True), TypeError, "seed"),
+    (dict(seed=2**64), ValueError, "64 bits"),
+    (dict(seed=jnp.zeros(2, jnp.int32)), ValueError, "seed must be a scalar"),
     (dict(mu_dtype="bf17"), TypeError, "mu_dtype"),
+    (dict(mu_dtype=np.float64), ValueError, "mu_dtype"),
+    (dict(mu_dtype=jnp.int8), ValueError, "mu_dtype"),
+    (dict(nu_dtype=jnp.float16), ValueError, "smallest positive number is 6e-8"),
+    (dict(nu_dtype="float64"), ValueError, "nu_dtype"),
+    (dict(compute_dtype=jnp.float32), ValueError, "compute_dtype"),
+    (dict(compute_dtype=jnp.array(0)), TypeError, "static_args"),
+    (dict(stochastic_rounding="moments"), ValueError, "stochastic_rounding"),
+    (dict(stochastic_rounding=1), ValueError, "stochastic_rounding"),
+    (dict(master_weights=1), TypeError, "master_weights"),
+    (dict(ema_decay=1.0), ValueError, "ema_decay"),
+    (dict(ema_decay=-0.1), ValueError, "ema_decay"),
+    (dict(ema_decay=True), TypeError, "ema_decay"),
+    (dict(ema_decay=jnp.array(0.9, jnp.bfloat16)), TypeError, "hyperparam_dtype"),
     (dict(max_grad_norm=-1.0), ValueError, "max_grad_norm"),
     (dict(max_grad_norm=np.nan), ValueError, "max_grad_norm"),
     (dict(max_grad_norm="1"), TypeError, "max_grad_norm"),
@@ -78,11 +94,7 @@ BAD_OPTIONS = [
 ]
 
 NOT_BUILT = [
-    dict(mu_dtype=jnp.bfloat16),
-    dict(nu_dtype=jnp.float16),
-    dict(master_weights=True),
     dict(lr_scale={"layer": 0.1}),
-    dict(ema_decay=0.999),
     dict(packed_state=True),
 ]
 

@@ -32,12 +32,16 @@ def test_public_names_are_the_documented_ones():
         "accumulate",
         "adamw_step",
         "clip_by_global_norm",
+        "compute_params",
         "fused_adamw",
         "grad_stats",
         "kernel_info",
+        "master_mismatch",
         "memory_estimate",
+        "resync",
         "state_shardings",
         "step",
+        "value_and_grad",
     }
 
 
@@ -60,11 +64,15 @@ def test_docstring(name):
         "StatsPlan",
         "accumulate",
         "adamw_step",
+        "compute_params",
         "fused_adamw",
         "kernel_info",
+        "master_mismatch",
         "memory_estimate",
+        "resync",
         "state_shardings",
         "step",
+        "value_and_grad",
     ],
 )
 def test_docstring_examples_run(name):

@@ -19,6 +19,10 @@ OPTIONS = [
     {"amsgrad": True},
     {"amsgrad": "optax", "max_grad_norm": 1.0},
     {"skip_nonfinite": True},
+    {"mu_dtype": jnp.bfloat16, "nu_dtype": jnp.bfloat16, "amsgrad": True},
+    {"master_weights": True, "mu_dtype": jnp.float16},
+    {"compute_dtype": jnp.bfloat16, "ema_decay": 0.999},
+    {"stochastic_rounding": "params"},
 ]
 # The scalars of a step, the rows of a clip, and XLA's rounding of each buffer.
 SLACK = 16_384
@@ -56,6 +60,13 @@ def test_peaks_of_the_compiled_step(options, dtype):
         assert abs(compiled_peak(params, grads, options, donate) - expected) < SLACK
 
 
+def test_gradients_are_of_what_the_loss_is_given():
+    params = make_params() | {"low": jax.ShapeDtypeStruct((100,), jnp.float16)}
+    plain = jfa.memory_estimate(params)
+    low = jfa.memory_estimate(params, compute_dtype=jnp.bfloat16)
+    assert low.grads - 200 == (plain.grads - 200) // 2 == low.state - plain.state
+
+
 def test_sharded_leaves_count_what_a_device_holds():
     mesh = make_mesh("x")
     params = make_params(sharding=jax.NamedSharding(mesh, P("x")))
@@ -78,11 +89,15 @@ def test_gpt2_is_496_mb_and_three_times_that():
     )
 
 
+BF16 = jnp.bfloat16
+LOW = {"mu_dtype": BF16, "nu_dtype": BF16}
 ROWS = {  # name: parameters of a device, options
     "124 M": (124e6, {}),
     "1.1 G": (1.1e9, {}),
     "7 G": (7e9, {}),
     "7 G, `amsgrad`": (7e9, {"amsgrad": True}),
+    "7 G, `mu_dtype` and `nu_dtype` bfloat16": (7e9, LOW),
+    "7 G, and `compute_dtype=jnp.bfloat16`": (7e9, LOW | {"compute_dtype": BF16}),
     "7 G over 8 devices": (7e9 / 8, {}),
 }
 

@@ -82,8 +82,12 @@ def _compile(nvrtc, source, architecture, *options):
     assert not log.value, log.value.decode()  # no warnings either
 
 
+# By the value of jfa::cuda::LeafClass, without an analysis, and the class that has one.
+KERNELS = [*((leaf_class, 0) for leaf_class in range(6)), (0, 1)]
+
+
 @pytest.mark.parametrize("rule", range(6))
-@pytest.mark.parametrize("leaf_class, analyzing", [(0, 0), (0, 1), (1, 0), (2, 0)])
+@pytest.mark.parametrize("leaf_class, analyzing", KERNELS)
 def test_every_kernel(nvrtc, rule, leaf_class, analyzing):
     _compile(
         nvrtc,
@@ -99,9 +103,9 @@ ARCHITECTURES = pytest.mark.parametrize("architecture", [75, 80, 86, 89, 90, 100
 
 
 @ARCHITECTURES
-@pytest.mark.parametrize("analyzing", [0, 1])
-def test_every_architecture(nvrtc, architecture, analyzing):
-    options = ["-DJFA_ONLY_RULE=0", "-DJFA_ONLY_CLASS=0"]
+@pytest.mark.parametrize("leaf_class, analyzing", [(0, 0), (0, 1), (3, 0), (5, 0)])
+def test_every_architecture(nvrtc, architecture, leaf_class, analyzing):
+    options = ["-DJFA_ONLY_RULE=0", f"-DJFA_ONLY_CLASS={leaf_class}"]
     options.append(f"-DJFA_ONLY_ANALYZING={analyzing}")
     _compile(nvrtc, "cuda/update_kernel.cu", architecture, *options)
 

@@ -391,6 +391,7 @@ def _encode(**values):
         eps_root=0.0,
         weight_decay=0.1,
         max_grad=np.inf,
+        ema_decay=0.0,
     )
     return encode({**defaults, **values})
 

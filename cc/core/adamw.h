@@ -6,6 +6,7 @@
 //   nu    = b2 * nu + (1 - b2) * g * g
 //   v_hat = correction of nu, or of its running maximum (AMSGrad)
 //   u     = -learning_rate * (mu_hat / (sqrt(v_hat + eps_root) + eps) + weight_decay * param)
+//   ema   = ema_decay * ema + (1 - ema_decay) * param, of the new parameter
 //
 // Arithmetic is float32 without fused multiply-adds: build with -ffp-contract=off and
 // --fmad=false, so that every platform rounds each operation the same way.
@@ -38,17 +39,21 @@ enum class Hyper {
   kWeightDecay,
   kGradientScale,
   kMaxGrad,  // what gradients are clipped at (core/clip.h)
+  kEmaDecay,
 };
-constexpr int kNumHyper = 8;
+constexpr int kNumHyper = 9;
 
-// What the update may need of each hyperparameter x at step t, in float32: the same for all eight,
-// used or not, so that eight lanes of a GPU work them out side by side. Arrays by Hyper.
+// Of an array of terms: whole vectors of four, so that a GPU loads neighbours at once.
+constexpr int kHyperRow = 12;
+
+// What the update may need of each hyperparameter x at step t, in float32: the same for all of
+// them, used or not, so that lanes of a GPU work them out side by side. Arrays by Hyper.
 struct HyperTerms {
-  float value[8];            // x
-  float inverse[8];          // 1 / x
-  float complement[8];       // 1 - x
-  float correction[8];       // 1 / (1 - x^t)
-  float next_correction[8];  // 1 / (1 - x^(t+1)), for nesterov
+  float value[kHyperRow];            // x
+  float inverse[kHyperRow];          // 1 / x
+  float complement[kHyperRow];       // 1 - x
+  float correction[kHyperRow];       // 1 / (1 - x^t)
+  float next_correction[kHyperRow];  // 1 / (1 - x^(t+1)), for nesterov
 };
 
 // What one element needs, in float32.
@@ -118,6 +123,21 @@ JFA_HOST_DEVICE AdamWScalars MakeScalars(const HyperTerms& terms) {
   s.weight_decay = terms.value[static_cast<int>(Hyper::kWeightDecay)];
   s.neg_learning_rate = -terms.value[static_cast<int>(Hyper::kLearningRate)];
   return s;
+}
+
+// The exponential moving average of parameters.
+struct Ema {
+  float decay;
+  float one_minus_decay;
+
+  JFA_HOST_DEVICE float operator()(float ema, float param) const {
+    return decay * ema + one_minus_decay * param;
+  }
+};
+
+JFA_HOST_DEVICE Ema MakeEma(const HyperTerms& terms) {
+  const int decay = static_cast<int>(Hyper::kEmaDecay);
+  return {terms.value[decay], terms.complement[decay]};
 }
 
 // What gradients are divided by. A scale that is not a positive finite number makes every gradient

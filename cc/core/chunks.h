@@ -17,6 +17,7 @@ namespace jfa {
 struct Block {
   long long member;
   long long begin;     // element offset inside the whole leaf
+  long long offset;    // the same inside the member
   long long elements;  // at most block_elements
 };
 
@@ -54,7 +55,8 @@ JFA_HOST_DEVICE Block LocateBlock(long long block_in_leaf, long long member_elem
   }
   const long long offset = block_in_leaf * block_elements;
   const long long left = member_elements - offset;
-  return {member, member * member_elements + offset, left < block_elements ? left : block_elements};
+  return {member, member * member_elements + offset, offset,
+          left < block_elements ? left : block_elements};
 }
 
 }  // namespace jfa

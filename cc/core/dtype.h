@@ -36,6 +36,7 @@ JFA_HOST_DEVICE Word32 FloatToBits(float value) { return __float_as_uint(value);
 JFA_HOST_DEVICE double BitsToDouble(Word64 bits) {
   return __longlong_as_double(static_cast<long long>(bits));
 }
+JFA_HOST_DEVICE Word64 HighProduct(Word64 a, Word64 b) { return __umul64hi(a, b); }
 JFA_HOST_DEVICE float SquareRoot(float x) { return __fsqrt_rn(x); }
 JFA_HOST_DEVICE double SquareRoot(double x) { return __dsqrt_rn(x); }
 
@@ -55,6 +56,9 @@ JFA_HOST_DEVICE double BitsToDouble(Word64 bits) {
   double value;
   __builtin_memcpy(&value, &bits, sizeof(value));
   return value;
+}
+JFA_HOST_DEVICE Word64 HighProduct(Word64 a, Word64 b) {
+  return static_cast<Word64>(static_cast<unsigned __int128>(a) * b >> 64);
 }
 JFA_HOST_DEVICE float SquareRoot(float x) { return __builtin_sqrtf(x); }
 JFA_HOST_DEVICE double SquareRoot(double x) { return __builtin_sqrt(x); }
@@ -109,6 +113,43 @@ JFA_HOST_DEVICE Float16 Store<Float16>(float value) {
   const Word32 subnormal = FloatToBits(BitsToFloat(magnitude) + 0.5f) - 0x3f000000u;
   const Word32 quiet_nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
   Word32 result = magnitude < (113u << 23) ? subnormal : normal;
+  result = magnitude >= (143u << 23) ? 0x7c00u : result;
+  result = magnitude > 0x7f800000u ? quiet_nan : result;
+  return {static_cast<Word16>(sign | result)};
+}
+
+// --- StoreStochastic: float32 -> storage with 16 random bits -------------------------------------
+// Up with the probability that the dropped part is of a step, to 2^-16 of it; a value that T can
+// represent keeps its bits. NaN and infinity stay, and no finite value becomes infinite, except
+// that float16 has no number near one of 65536 or more.
+
+template <typename T>
+JFA_HOST_DEVICE T StoreStochastic(float value, Word32 random);
+
+template <>
+JFA_HOST_DEVICE Bfloat16 StoreStochastic<Bfloat16>(float value, Word32 random) {
+  constexpr float kLargest = 0x1.fep127f;
+  const Word32 bits = FloatToBits(value);
+  const bool is_below_largest = BitsToFloat(bits & 0x7fffffffu) < kLargest;
+  const Word32 rounded = is_below_largest ? bits + random : bits;
+  const Word32 quiet = value != value ? 0x400000u : 0u;
+  return {static_cast<Word16>((rounded | quiet) >> 16)};
+}
+
+template <>
+JFA_HOST_DEVICE Float16 StoreStochastic<Float16>(float value, Word32 random) {
+  const Word32 bits = FloatToBits(value);
+  const Word32 sign = (bits >> 16) & 0x8000u;
+  const Word32 magnitude = bits & 0x7fffffffu;
+  const bool is_subnormal = magnitude < (113u << 23);
+  // The 13 dropped bits take as many random ones; a carry into exponent 31 is held back.
+  const Word32 rounded = (magnitude - (112u << 23) + (random >> 3)) >> 13;
+  const Word32 normal = rounded > 0x7bffu ? 0x7bffu : rounded;
+  // In 2^-16 of the subnormals' step, 2^-24.
+  const float fraction = BitsToFloat(is_subnormal ? magnitude : 0u) * 0x1p40f;
+  const Word32 subnormal = (static_cast<Word32>(static_cast<int>(fraction)) + random) >> 16;
+  const Word32 quiet_nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
+  Word32 result = is_subnormal ? subnormal : normal;
   result = magnitude >= (143u << 23) ? 0x7c00u : result;
   result = magnitude > 0x7f800000u ? quiet_nan : result;
   return {static_cast<Word16>(sign | result)};

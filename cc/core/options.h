@@ -4,6 +4,7 @@
 
 #include "core/adamw.h"
 #include "core/clip.h"
+#include "core/dtype.h"
 
 namespace jfa {
 
@@ -15,6 +16,12 @@ struct UpdateOptions {
   bool write_params;  // the output is the new parameter, else the update
   bool zero_moments;  // a first step: mu, nu and nu_max are zero, and their pointers null
   long long members;  // slices of each leaf with scalars of their own; 1 unless vmap made more
+  DType mu_dtype = DType::kFloat32;
+  DType nu_dtype = DType::kFloat32;  // of nu_max too; not float16, which has no room for squares
+  bool has_copies = false;           // of float32 parameters, in 16 bits, rounded to nearest
+  bool has_ema = false;              // of the new parameters as stored, in float32
+  bool stochastic_moments = false;   // mu and nu below float32; nu_max is rounded to nearest
+  bool stochastic_params = false;    // new parameters in bfloat16
 };
 
 }  // namespace jfa

@@ -3,12 +3,15 @@
 //
 //   count        int32[]       steps applied before this one
 //   skip_update  bool[]
-//   hyper_bits   uint32[8, 2]  a row for each Hyper: the bit pattern of a float64, low word first,
+//   hyper_bits   uint32[9, 2]  a row for each Hyper: the bit pattern of a float64, low word first,
 //                              so that what the host knows loses nothing before the last rounding
 //   traced...    float32[]     one for each hyperparameter that only the device knows (a schedule,
 //                              an injected value); its row of hyper_bits is not read
 //   norm, scaled_norm     float32[]   of a StatsReport (core/stats.h), if it clips by the norm
 //   nonfinite             int32[]     of a StatsReport, if non-zero skips the step
+//   noise        uint32[1 + leaves, 2]  if anything is rounded stochastically (core/noise.h), low
+//                              word first: the seed, then of each leaf the global index of its
+//                              first element
 //   skipped, consecutive  int32[]     in the call that counts the step: core/counts.h
 //
 // That call returns the three counters too. A step of several calls is counted by the last, since
@@ -22,6 +25,7 @@
 #include "core/clip.h"
 #include "core/counts.h"
 #include "core/macros.h"
+#include "core/noise.h"
 
 namespace jfa {
 
@@ -55,6 +59,9 @@ struct StepOperands {
   ScalarOperand<float> norm;               // null unless it clips by the norm
   ScalarOperand<float> scaled_norm;        // as norm
   ScalarOperand<int> nonfinite;            // null unless a non-finite gradient skips the step
+  const Word32* noise = nullptr;           // null unless something is rounded stochastically
+  int noise_rows = 0;
+  bool noise_per_member = false;
   ScalarOperand<int> skipped;
   ScalarOperand<int> consecutive;
   CounterResults new_counts;
@@ -102,6 +109,19 @@ struct StepOperands {
     double value = Decode(index, raw);
     if (index == static_cast<int>(Hyper::kGradientScale)) value = GradientDivisor(value, maximize);
     jfa::SetTerms<kNesterov>(index, value, NextCount(count), terms);
+  }
+
+  JFA_HOST_DEVICE Word64 ReadNoiseRow(int row, long long member) const {
+    const long long place = (noise_per_member ? member * noise_rows : 0) + row;
+    return noise[2 * place] | static_cast<Word64>(noise[2 * place + 1]) << 32;
+  }
+  JFA_HOST_DEVICE PhiloxKey ReadSeed(long long member) const {
+    const Word64 seed = ReadNoiseRow(0, member);
+    return {static_cast<Word32>(seed), static_cast<Word32>(seed >> 32)};
+  }
+  // `leaf` counts the call's leaves.
+  JFA_HOST_DEVICE Word64 ReadFirstIndex(int leaf, long long member) const {
+    return ReadNoiseRow(1 + leaf, member);
   }
 
   // Of the norm or of values.

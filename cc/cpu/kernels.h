@@ -8,6 +8,7 @@
 #include "core/adamw.h"
 #include "core/clip.h"
 #include "core/dtype.h"
+#include "core/noise.h"
 #include "core/stats.h"
 
 namespace jfa::cpu {
@@ -21,6 +22,14 @@ struct UpdateStep {
   bool nesterov;
   bool write_params;  // out is the new parameter, else the update
   bool skip;
+  DType mu_dtype;
+  DType nu_dtype;  // of nu_max too
+  bool has_ema;
+  Ema ema;
+  bool stochastic_moments;
+  bool stochastic_params;
+  PhiloxKey seed;  // if either
+  Word32 number;   // 1-based, of the applied steps
 };
 
 // Pointers already stand at the block's first element. An output is its input's buffer or does
@@ -28,17 +37,27 @@ struct UpdateStep {
 struct UpdateBlock {
   const void* param;
   const void* grad;
-  const float* mu;  // null for zeros, as nu and nu_max
-  const float* nu;
-  const float* nu_max;
+  const void* mu;  // null for zeros, as nu and nu_max
+  const void* nu;
+  const void* nu_max;
+  const void* copy;  // null without copies
+  const float* ema;  // null without averages
   void* out;
-  float* mu_out;
-  float* nu_out;
-  float* nu_max_out;
+  void* mu_out;
+  void* nu_out;
+  void* nu_max_out;
+  void* copy_out;
+  float* ema_out;
   std::int64_t num_elements;
   DType param_dtype;
   DType grad_dtype;
+  DType copy_dtype;
   float weight_decay;
+  // For noise: what it is of, and where the block lies in the member and in the whole leaf.
+  Noise noise;
+  std::int64_t offset;
+  Word64 first_index;
+  const IndexStride* strides;
 };
 
 // A chunk of a gradient, for statistics.

@@ -47,9 +47,27 @@ const float* TileOf(const void* source, DType dtype, std::int64_t begin, std::in
   }
 }
 
+// Nothing of float32, which is computed where it is stored.
 void StoreTileAs(DType dtype, const float* tile, void* target, std::int64_t begin, std::int64_t n) {
   if (dtype == DType::kBfloat16) StoreTile<Bfloat16>(tile, target, begin, n);
   if (dtype == DType::kFloat16) StoreTile<Float16>(tile, target, begin, n);
+}
+
+void AddTiles(const float* a, const float* b, std::int64_t n, float* sums) {
+  JFA_ELEMENTWISE
+  for (std::int64_t i = 0; i < n; ++i) sums[i] = a[i] + b[i];
+}
+
+template <typename T>
+void RoundTile(std::int64_t n, float* tile) {
+  JFA_ELEMENTWISE
+  for (std::int64_t i = 0; i < n; ++i) tile[i] = Load(Store<T>(tile[i]));
+}
+
+// To the nearest values of the dtype.
+void RoundTile(DType dtype, std::int64_t n, float* tile) {
+  if (dtype == DType::kBfloat16) RoundTile<Bfloat16>(n, tile);
+  if (dtype == DType::kFloat16) RoundTile<Float16>(n, tile);
 }
 
 const float* UnscaleTile(const GradientUnscale& unscale, const float* grad, std::int64_t n,

@@ -4,15 +4,12 @@ namespace jfa::cpu {
 namespace {
 
 const void* Advance(const void* pointer, DType dtype, std::int64_t elements) {
+  if (pointer == nullptr) return nullptr;
   return static_cast<const char*>(pointer) + elements * SizeOf(dtype);
 }
 
-const float* Advance(const float* pointer, std::int64_t elements) {
-  return pointer == nullptr ? nullptr : pointer + elements;
-}
-
 void* Advance(void* pointer, DType dtype, std::int64_t elements) {
-  return static_cast<char*>(pointer) + elements * SizeOf(dtype);
+  return const_cast<void*>(Advance(static_cast<const void*>(pointer), dtype, elements));
 }
 
 template <bool kNesterov>
@@ -25,6 +22,7 @@ void SetNumbers(const StepOperands& operands, std::int64_t member, const UpdateO
   }
   step->scalars = MakeScalars<kNesterov>(terms);
   step->unscale = MakeUnscale(terms);
+  step->ema = MakeEma(terms);
   if (options.clip != Clip::kOff) step->clip = operands.ReadClip(options.clip, member);
 }
 
@@ -43,25 +41,43 @@ std::vector<UpdateStep> MakeSteps(const StepOperands& operands, const UpdateOpti
     step.nesterov = options.nesterov;
     step.write_params = options.write_params;
     step.skip = operands.Skips(member);
+    step.mu_dtype = options.mu_dtype;
+    step.nu_dtype = options.nu_dtype;
+    step.has_ema = options.has_ema;
+    step.stochastic_moments = options.stochastic_moments;
+    step.stochastic_params = options.stochastic_params;
+    if (operands.noise != nullptr) step.seed = operands.ReadSeed(member);
+    step.number = static_cast<Word32>(NextCount(operands.count.Read(member)));
   }
   return steps;
 }
 
-UpdateBlock MakeBlock(const LeafOperands& leaf, const Block& where, const UpdateStep& step) {
+UpdateBlock MakeBlock(const LeafOperands& leaf, const Block& where, const UpdateStep& step,
+                      Word64 first_index) {
+  constexpr DType kF32 = DType::kFloat32;
   UpdateBlock block;
   block.param = Advance(leaf.param, leaf.param_dtype, where.begin);
   block.grad = Advance(leaf.grad, leaf.grad_dtype, where.begin);
-  block.mu = Advance(leaf.mu, where.begin);
-  block.nu = Advance(leaf.nu, where.begin);
-  block.nu_max = Advance(leaf.nu_max, where.begin);
+  block.mu = Advance(leaf.mu, step.mu_dtype, where.begin);
+  block.nu = Advance(leaf.nu, step.nu_dtype, where.begin);
+  block.nu_max = Advance(leaf.nu_max, step.nu_dtype, where.begin);
+  block.copy = Advance(leaf.copy, leaf.copy_dtype, where.begin);
+  block.ema = static_cast<const float*>(Advance(leaf.ema, kF32, where.begin));
   block.out = Advance(leaf.out, leaf.param_dtype, where.begin);
-  block.mu_out = leaf.mu_out + where.begin;
-  block.nu_out = leaf.nu_out + where.begin;
-  block.nu_max_out = leaf.nu_max_out == nullptr ? nullptr : leaf.nu_max_out + where.begin;
+  block.mu_out = Advance(leaf.mu_out, step.mu_dtype, where.begin);
+  block.nu_out = Advance(leaf.nu_out, step.nu_dtype, where.begin);
+  block.nu_max_out = Advance(leaf.nu_max_out, step.nu_dtype, where.begin);
+  block.copy_out = Advance(leaf.copy_out, leaf.copy_dtype, where.begin);
+  block.ema_out = static_cast<float*>(Advance(leaf.ema_out, kF32, where.begin));
   block.num_elements = where.elements;
   block.param_dtype = leaf.param_dtype;
   block.grad_dtype = leaf.grad_dtype;
+  block.copy_dtype = leaf.copy_dtype;
   block.weight_decay = leaf.decays ? step.scalars.weight_decay : 0.0f;
+  block.noise = {step.seed, leaf.leaf_id, step.number};
+  block.offset = where.offset;
+  block.first_index = first_index;
+  block.strides = leaf.strides;
   return block;
 }
 

@@ -25,7 +25,9 @@ inline constexpr std::int64_t kParallelElements = 32 * 1024;
 
 std::vector<UpdateStep> MakeSteps(const StepOperands& operands, const UpdateOptions& options);
 
-UpdateBlock MakeBlock(const LeafOperands& leaf, const Block& where, const UpdateStep& step);
+// `first_index` is where the noise of the member's leaf begins.
+UpdateBlock MakeBlock(const LeafOperands& leaf, const Block& where, const UpdateStep& step,
+                      Word64 first_index);
 
 template <typename Pool>
 void Update(Pool& pool, std::int64_t num_threads, const InstructionSet& isa,
@@ -53,7 +55,9 @@ void Update(Pool& pool, std::int64_t num_threads, const InstructionSet& isa,
     const Block where = LocateBlock(block_in_leaf, leaf.num_elements / options.members,
                                     options.members, kBlockElements);
     const UpdateStep& step = steps[where.member];
-    isa.update_block(step, MakeBlock(leaf, where, step));
+    const Word64 first_index =
+        operands.noise == nullptr ? 0 : operands.ReadFirstIndex(i, where.member);
+    isa.update_block(step, MakeBlock(leaf, where, step, first_index));
   };
   std::int64_t num_helpers = num_elements < kParallelElements ? 0 : num_threads - 1;
   if (num_helpers > num_blocks - 1) num_helpers = num_blocks - 1;

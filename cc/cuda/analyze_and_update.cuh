@@ -88,13 +88,13 @@ __device__ __forceinline__ void AnalyzeAndUpdateOneChunk(const Arguments& args) 
   __syncthreads();
   const bool skip = decision.skip;
   if (skip) {
-    SkipChunk<Kernel>(args, place.leaf, place.flags, place.span);
+    SkipChunk<Kernel>(args, place);
     return CountStepIfLast<Kernel>(args, Arrive(args, count), skip);
   }
-  WithDTypes<Kernel>(place.flags, [&](auto dtypes) {
+  WithDTypes<Kernel>(args.options, place.flags, [&](auto dtypes) {
     const RawElements raw = LoadElements<Kernel>(args, place, dtypes);
     const Arrival arrival = Arrive(args, count);
-    UpdateElements<Kernel>(args, place, dtypes, raw, terms, decision.clip);
+    UpdateElements<Kernel>(args, place, dtypes, raw, {}, terms, decision.clip);
     CountStepIfLast<Kernel>(args, arrival, skip);
   });
 }

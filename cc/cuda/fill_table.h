@@ -13,10 +13,12 @@ namespace jfa::cuda {
 
 // A leaf as the table has it.
 struct TableLeaf {
-  std::vector<const void*> buffers;
+  std::vector<Word64> row;
   long long num_elements;  // of all members
   LeafFlags flags;
 };
+
+inline Word64 PointerWord(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
 
 // Whether a vector access of the dtype may go there.
 inline bool IsAligned(const void* pointer, DType dtype) {
@@ -32,10 +34,10 @@ inline bool MembersAreAligned(long long num_elements, long long members) {
 // Takes leaves from *next on, as many as fit, and advances *next. `describe(i)` is the TableLeaf of
 // one, for which `size_of(i)` is the number of elements. Returns the number of blocks.
 template <int kWords, typename SizeOf, typename Describe>
-unsigned FillTable(std::size_t num_leaves, int num_buffers, long long members,
+unsigned FillTable(std::size_t num_leaves, int row_words, long long members,
                    long long block_elements, const SizeOf& size_of, const Describe& describe,
                    std::size_t* next, LeafTable<kWords>* table) {
-  const std::size_t capacity = LeafTable<kWords>::Capacity(num_buffers);
+  const std::size_t capacity = LeafTable<kWords>::Capacity(row_words);
   std::vector<TableLeaf> chosen;
   std::vector<Word32> first_block;
   long long blocks = 0;
@@ -49,11 +51,11 @@ unsigned FillTable(std::size_t num_leaves, int num_buffers, long long members,
     blocks += more;
   }
   table->num_leaves = static_cast<int>(chosen.size());
-  table->num_buffers = num_buffers;
+  table->row_words = row_words;
   table->members = members;
   Word64* word = table->words;
   for (const TableLeaf& leaf : chosen) {
-    for (const void* buffer : leaf.buffers) *word++ = reinterpret_cast<std::uintptr_t>(buffer);
+    for (const Word64 entry : leaf.row) *word++ = entry;
   }
   for (const TableLeaf& leaf : chosen) {
     const Word64 elements = static_cast<Word64>(leaf.num_elements / members);

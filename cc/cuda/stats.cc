@@ -44,7 +44,7 @@ std::string LaunchAnalyze(CuStream stream, const AnalyzeOperands& operands,
     const bool aligned =
         IsAligned(leaf.grad, leaf.dtype) && MembersAreAligned(leaf.num_elements, operands.members);
     const LeafFlags flags{DType::kFloat32, leaf.dtype, false, aligned};
-    return TableLeaf{{leaf.grad}, leaf.num_elements, flags};
+    return TableLeaf{{PointerWord(leaf.grad)}, leaf.num_elements, flags};
   };
   auto args = std::make_unique<AnalyzeArguments<kWords>>();
   args->gradient_scale = operands.gradient_scale;

@@ -1,18 +1,23 @@
 // The leaves of one launch, by value: a kernel parameter, so that nothing on the device refers to
 // memory of the host, and a captured launch replays by itself.
 //
-// Words, for n leaves with b buffers each:
+// Words, for n leaves with rows of r words:
 //
-//   buffers       [n][b]   pointers. Update: param, grad [, mu, nu [, nu_max]], then the outputs
-//                          that are not their inputs: [out] [mu_out, nu_out [, nu_max_out]].
+//   rows          [n][r]   pointers. Update: param, grad [, mu, nu [, nu_max]] [, copy] [, ema],
+//                          then the outputs that are not their inputs: [out]
+//                          [mu_out, nu_out [, nu_max_out]] [copy_out] [ema_out].
 //                          Statistics: grad
+//                          Then, if the update rounds stochastically: leaf_id | leaf << 32, where
+//                          `leaf` counts the call's; [, kIndexStrides IndexStride]
 //   sizes         [n]      member_elements << 8 | LeafFlags
 //   first_block   [n]      32-bit numbers, two a word: the launch's block where the leaf begins
 #ifndef JAX_FUSED_ADAMW_CC_CUDA_TABLE_H_
 #define JAX_FUSED_ADAMW_CC_CUDA_TABLE_H_
 
+#include "core/clip.h"
 #include "core/dtype.h"
 #include "core/macros.h"
+#include "core/noise.h"
 #include "core/scalars.h"
 #include "core/stats.h"
 #include "cuda/tuning.h"
@@ -21,14 +26,19 @@ namespace jfa::cuda {
 
 // What the leaves of a launch have in common: each class has kernels of its own.
 enum class LeafClass {
-  kFloat32 = 0,    // float32 parameters with float32 or bfloat16 gradients, the common case
-  kAnyDType = 1,   // any dtypes
-  kFirstStep = 2,  // any dtypes, and the old moments are zero and in no buffer
+  kFloat32 = 0,        // float32 parameters and moments with float32 or bfloat16 gradients
+  kAnyDType = 1,       // float32 moments with any other parameters and gradients
+  kFirstStep = 2,      // anything, and the old moments are zero and in no buffer
+  kBf16Moments = 3,    // as kFloat32, but with bfloat16 moments
+  kFloat32Extras = 4,  // as kFloat32, with bfloat16 copies, averages, or both
+  kGeneral = 5,        // anything but a first step
 };
 
 // The kernels of a step by what bounds them: bandwidth; latency, with another launch for the
 // statistics or with them in the same.
 enum class Grid { kLarge, kSmall, kAnalyzing };
+
+constexpr int kStrideWords = sizeof(IndexStride) / sizeof(Word64);
 
 // Packed into the low byte of a leaf's size.
 struct LeafFlags {
@@ -36,35 +46,38 @@ struct LeafFlags {
   DType grad_dtype;
   bool decays;
   bool aligned;  // every pointer allows the vector access of its dtype
+  DType copy_dtype = DType::kFloat32;
 
   JFA_HOST_DEVICE Word64 Pack() const {
     return static_cast<Word64>(param_dtype) | static_cast<Word64>(grad_dtype) << 2 |
-           static_cast<Word64>(decays) << 4 | static_cast<Word64>(aligned) << 5;
+           static_cast<Word64>(decays) << 4 | static_cast<Word64>(aligned) << 5 |
+           static_cast<Word64>(copy_dtype) << 6;
   }
   JFA_HOST_DEVICE static LeafFlags Unpack(Word64 word) {
     return {static_cast<DType>(word & 3), static_cast<DType>(word >> 2 & 3), (word >> 4 & 1) != 0,
-            (word >> 5 & 1) != 0};
+            (word >> 5 & 1) != 0, static_cast<DType>(word >> 6 & 3)};
   }
 };
 
 template <int kWords>
 struct LeafTable {
   int num_leaves;
-  int num_buffers;  // of one leaf
+  int row_words;
   long long members;
   Word64 words[kWords];
 
   // Leaves that fit.
-  JFA_HOST_DEVICE static constexpr int Capacity(int num_buffers) {
-    return (2 * kWords - 1) / (2 * num_buffers + 3);
+  JFA_HOST_DEVICE static constexpr int Capacity(int row_words) {
+    return (2 * kWords - 1) / (2 * row_words + 3);
   }
 
-  JFA_HOST_DEVICE const Word64* sizes() const { return words + num_leaves * num_buffers; }
+  JFA_HOST_DEVICE const Word64* sizes() const { return words + num_leaves * row_words; }
   JFA_HOST_DEVICE const Word32* first_block() const {
     return reinterpret_cast<const Word32*>(sizes() + num_leaves);
   }
+  JFA_HOST_DEVICE const Word64* row(int leaf) const { return words + leaf * row_words; }
   JFA_HOST_DEVICE char* buffer(int leaf, int index) const {
-    return reinterpret_cast<char*>(words[leaf * num_buffers + index]);
+    return reinterpret_cast<char*>(row(leaf)[index]);
   }
 };
 
@@ -76,6 +89,15 @@ struct LaunchOptions {
   bool write_params;
   bool out_apart;      // out has a buffer of its own
   bool moments_apart;  // so have the new moments
+  bool extras_apart;   // so have new copies and averages
+  bool has_copies;
+  bool has_ema;
+  bool stochastic_moments;
+  bool stochastic_params;  // with write_params only
+  DType mu_dtype;
+  DType nu_dtype;
+  int noise_slot;    // of leaf_id and leaf in a row; not read unless something is stochastic
+  int strides_slot;  // negative if there are none
 };
 
 template <int kWords>

@@ -52,15 +52,20 @@ template <typename Kernel, typename DTypes, typename Arguments>
 __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPlace& place,
                                             HyperInput hyper, DTypes dtypes) {
   const RawElements raw = LoadElements<Kernel>(args, place, dtypes);
+  __shared__ __align__(16) HyperTerms terms;
+  __shared__ GradientClip clip;
+  __shared__ int first_count;
   Arrival arrival{};
+  VectorNoise noise{};
   if (Kernel::kSmallGrid) {
     arrival = Arrive(args, hyper.count);
+    if (Kernel::kHasNoise && threadIdx.x == 0) first_count = hyper.count;
     hyper.count = __shfl_sync(0xffffffffu, hyper.count, 0);
   } else {
     hyper = ReadHyperInput(args, place.chunk.member);
+    noise =
+        MakeNoise<Kernel>(args, place, [&] { return args.step.count.Read(place.chunk.member); });
   }
-  __shared__ __align__(16) HyperTerms terms;
-  __shared__ GradientClip clip;
   if (threadIdx.x < kNumHyper) {
     args.step.template SetTerms<Kernel::kNesterov>(static_cast<int>(threadIdx.x), hyper.raw,
                                                    hyper.count, args.options.maximize, &terms);
@@ -70,7 +75,8 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
     clip = args.step.ReadClip(args.options.clip, place.chunk.member);
   }
   __syncthreads();
-  UpdateElements<Kernel>(args, place, dtypes, raw, terms, clip);
+  if (Kernel::kSmallGrid) noise = MakeNoise<Kernel>(args, place, [&] { return first_count; });
+  UpdateElements<Kernel>(args, place, dtypes, raw, noise, terms, clip);
   if (Kernel::kSmallGrid) CountStepIfLast<Kernel>(args, arrival, false);
 }
 
@@ -82,11 +88,11 @@ __device__ __forceinline__ void UpdateOneChunk(const Arguments& args) {
   const bool skip = Kernel::kSmallGrid ? first.skip : args.step.Skips(place.chunk.member);
   const HyperInput& hyper = first.hyper;
   if (skip) {
-    SkipChunk<Kernel>(args, place.leaf, place.flags, place.span);
+    SkipChunk<Kernel>(args, place);
     if (Kernel::kSmallGrid) CountStepIfLast<Kernel>(args, Arrive(args, hyper.count), true);
     return;
   }
-  WithDTypes<Kernel>(place.flags,
+  WithDTypes<Kernel>(args.options, place.flags,
                      [&](auto dtypes) { UpdateChunk<Kernel>(args, place, hyper, dtypes); });
 }
 
@@ -105,8 +111,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 // class, JFA_ONLY_CLASS, and JFA_ONLY_ANALYZING: 0 for the grids without an analysis, 1 for the one
 // with it.
 #define JFA_UPDATE_KERNEL(SIZE, CLASS, RULE, AMSGRAD, NESTEROV)                            \
-  extern "C" __global__ void __launch_bounds__(kThreads) Update##SIZE##CLASS##Rule##RULE(  \
-      const __grid_constant__ UpdateArguments<k##SIZE##TableWords> args) {                 \
+  extern "C" __global__ void __launch_bounds__(                                            \
+      kThreads, UpdateBlocks(Grid::k##SIZE, LeafClass::k##CLASS, AMSGRAD))                 \
+      Update##SIZE##CLASS##Rule##RULE(                                                     \
+          const __grid_constant__ UpdateArguments<k##SIZE##TableWords> args) {             \
     UpdateOneChunk<Instance<Grid::k##SIZE, LeafClass::k##CLASS, AMSGRAD, NESTEROV>>(args); \
   }
 #define JFA_CLASS_KERNELS(...)          \
@@ -119,10 +127,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 
 #if !defined(JFA_ONLY_CLASS)
-#define JFA_UPDATE_KERNELS(...)             \
-  JFA_CLASS_KERNELS(Float32, __VA_ARGS__)   \
-  JFA_CLASS_KERNELS(AnyDType, __VA_ARGS__)  \
-  JFA_CLASS_KERNELS(FirstStep, __VA_ARGS__) \
+#define JFA_UPDATE_KERNELS(...)                 \
+  JFA_CLASS_KERNELS(Float32, __VA_ARGS__)       \
+  JFA_CLASS_KERNELS(AnyDType, __VA_ARGS__)      \
+  JFA_CLASS_KERNELS(FirstStep, __VA_ARGS__)     \
+  JFA_CLASS_KERNELS(Bf16Moments, __VA_ARGS__)   \
+  JFA_CLASS_KERNELS(Float32Extras, __VA_ARGS__) \
+  JFA_CLASS_KERNELS(General, __VA_ARGS__)       \
   JFA_ANALYZING_KERNEL(__VA_ARGS__)
 #elif JFA_ONLY_ANALYZING
 #define JFA_UPDATE_KERNELS(...) JFA_ANALYZING_KERNEL(__VA_ARGS__)
@@ -130,8 +141,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #define JFA_UPDATE_KERNELS(...) JFA_CLASS_KERNELS(Float32, __VA_ARGS__)
 #elif JFA_ONLY_CLASS == 1
 #define JFA_UPDATE_KERNELS(...) JFA_CLASS_KERNELS(AnyDType, __VA_ARGS__)
-#else
+#elif JFA_ONLY_CLASS == 2
 #define JFA_UPDATE_KERNELS(...) JFA_CLASS_KERNELS(FirstStep, __VA_ARGS__)
+#elif JFA_ONLY_CLASS == 3
+#define JFA_UPDATE_KERNELS(...) JFA_CLASS_KERNELS(Bf16Moments, __VA_ARGS__)
+#elif JFA_ONLY_CLASS == 4
+#define JFA_UPDATE_KERNELS(...) JFA_CLASS_KERNELS(Float32Extras, __VA_ARGS__)
+#else
+#define JFA_UPDATE_KERNELS(...) JFA_CLASS_KERNELS(General, __VA_ARGS__)
 #endif
 
 #if !defined(JFA_ONLY_RULE) || JFA_ONLY_RULE == 0

@@ -36,6 +36,10 @@ inline std::string LeafName(const char* kind, std::size_t leaf) {
   return std::string(kind) + " of leaf " + std::to_string(leaf);
 }
 
+inline ffi::DataType FfiDType(DType dtype) {
+  return dtype == DType::kFloat32 ? ffi::F32 : dtype == DType::kBfloat16 ? ffi::BF16 : ffi::F16;
+}
+
 // Pulls typed views out of the two variadic frames and remembers the first failure.
 class Decoder {
  public:
@@ -114,18 +118,19 @@ class Decoder {
     if (buffer.element_type() != dtype) Fail(LeafName(kind, leaf) + ": unexpected dtype");
   }
 
-  const float* Moment(std::size_t index, const ffi::AnyBuffer& param, const char* kind,
-                      std::size_t leaf) {
+  // An operand or result of each leaf that is of the same shape as the parameter.
+  const void* Like(std::size_t index, const ffi::AnyBuffer& param, ffi::DataType dtype,
+                   const char* kind, std::size_t leaf) {
     const ffi::AnyBuffer buffer = Argument(index);
-    CheckLike(buffer, param, ffi::F32, kind, leaf);
-    return static_cast<const float*>(buffer.untyped_data());
+    CheckLike(buffer, param, dtype, kind, leaf);
+    return buffer.untyped_data();
   }
 
-  float* MomentResult(std::size_t index, const ffi::AnyBuffer& param, const char* kind,
-                      std::size_t leaf) {
+  void* ResultLike(std::size_t index, const ffi::AnyBuffer& param, ffi::DataType dtype,
+                   const char* kind, std::size_t leaf) {
     const ffi::AnyBuffer buffer = Result(index);
-    CheckLike(buffer, param, ffi::F32, kind, leaf);
-    return static_cast<float*>(buffer.untyped_data());
+    CheckLike(buffer, param, dtype, kind, leaf);
+    return buffer.untyped_data();
   }
 
   void Fail(const std::string& message) {

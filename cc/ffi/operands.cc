@@ -2,20 +2,11 @@
 
 #include <cstddef>
 
+#include "ffi/attributes.h"
 #include "ffi/decoder.h"
 
 namespace jfa {
 namespace {
-
-struct Attributes {
-  UpdateOptions options;
-  std::int64_t num_after;
-  bool count_step;
-  bool skip_nonfinite;
-  bool analyze;
-  ffi::Span<const std::uint8_t> decays;
-  ffi::Span<const std::uint8_t> traced;
-};
 
 // norm, scaled_norm, max_abs, nonfinite, merged, rows.
 constexpr std::size_t kNumReportResults = 6;
@@ -26,23 +17,27 @@ struct Frame {
   std::size_t num_norms;       // norm, scaled_norm: 2 or 0
   std::size_t num_nonfinite;   // 1 or 0
   std::size_t num_scales;      // gradient_scale: 1 or 0
+  std::size_t num_noise;       // 1 or 0
   std::size_t num_counts;      // skipped, consecutive: 2 or 0
   std::size_t first_leaf;      // index of the first parameter
-  std::size_t argument_kinds;  // params, grads [, mu, nu [, nu_max]]
-  std::size_t result_kinds;    // out, mu, nu [, nu_max]
+  std::size_t argument_kinds;  // params, grads [, mu, nu [, nu_max]] [, copies] [, ema]
+  std::size_t result_kinds;    // out, mu, nu [, nu_max] [, copies] [, ema]
 
   explicit Frame(const Attributes& attributes)
       : num_leaves(attributes.decays.size()),
         num_norms(attributes.options.clip == Clip::kNorm && !attributes.analyze ? 2 : 0),
         num_nonfinite(attributes.skip_nonfinite && !attributes.analyze ? 1 : 0),
         num_scales(attributes.analyze ? 1 : 0),
+        num_noise(attributes.has_noise() ? 1 : 0),
         num_counts(attributes.count_step ? 2 : 0),
-        first_leaf(3 + num_norms + num_nonfinite + num_scales + num_counts +
+        first_leaf(3 + num_norms + num_nonfinite + num_scales + num_noise + num_counts +
                    static_cast<std::size_t>(attributes.num_after)) {
-    const bool has_nu_max = attributes.options.amsgrad != Amsgrad::kOff;
+    const UpdateOptions& options = attributes.options;
     for (const std::uint8_t is_traced : attributes.traced) first_leaf += is_traced != 0;
-    argument_kinds = attributes.options.zero_moments ? 2 : has_nu_max ? 5 : 4;
-    result_kinds = has_nu_max ? 4 : 3;
+    const std::size_t moments = options.amsgrad != Amsgrad::kOff ? 3 : 2;
+    const std::size_t others = (options.has_copies ? 1 : 0) + (options.has_ema ? 1 : 0);
+    argument_kinds = 2 + (options.zero_moments ? 0 : moments) + others;
+    result_kinds = 1 + moments + others;
   }
   std::size_t num_arguments() const { return first_leaf + num_leaves * argument_kinds; }
   std::size_t first_count_result() const { return num_leaves * result_kinds; }
@@ -94,40 +89,113 @@ StepOperands DecodeStep(Decoder& decoder, const Frame& frame, const Attributes& 
   if (frame.num_scales > 0) {
     *gradient_scale = decoder.Scalar<float>(next++, ffi::F32, "gradient_scale");
   }
+  if (frame.num_noise > 0) {
+    const std::int64_t rows = 1 + static_cast<std::int64_t>(frame.num_leaves);
+    const ScalarOperand<Word32> noise =
+        decoder.Scalar<Word32>(next++, ffi::U32, "noise", 2, 2 * rows);
+    step.noise = noise.data;
+    step.noise_rows = static_cast<int>(rows);
+    step.noise_per_member = noise.per_member;
+  }
   if (frame.num_counts > 0) DecodeCounts(decoder, frame, next, &step);
   return step;
 }
 
-LeafOperands DecodeLeaf(Decoder& decoder, const Frame& frame, std::size_t leaf) {
-  const std::size_t num_leaves = frame.num_leaves;
-  const auto argument = [&](std::size_t group) {
-    return frame.first_leaf + group * num_leaves + leaf;
-  };
-  const auto result = [&](std::size_t group) { return group * num_leaves + leaf; };
-  const ffi::AnyBuffer param = decoder.Argument(argument(0));
-  const ffi::AnyBuffer grad = decoder.Argument(argument(1));
-  const ffi::AnyBuffer out = decoder.Result(result(0));
-  decoder.CheckLike(grad, param, grad.element_type(), "gradient", leaf);
-  decoder.CheckLike(out, param, param.element_type(), "output", leaf);
-  LeafOperands operands{};
-  operands.param = param.untyped_data();
-  operands.grad = grad.untyped_data();
-  operands.out = out.untyped_data();
-  if (frame.argument_kinds > 2) {
-    operands.mu = decoder.Moment(argument(2), param, "mu", leaf);
-    operands.nu = decoder.Moment(argument(3), param, "nu", leaf);
+// The dtypes of the moments, as the first leaf has them: all others must agree.
+void DecodeMomentDTypes(Decoder& decoder, const Frame& frame, UpdateOptions* options) {
+  if (frame.num_leaves == 0) return;
+  options->mu_dtype = decoder.LeafDType(decoder.Result(frame.num_leaves), "new mu", 0);
+  options->nu_dtype = decoder.LeafDType(decoder.Result(2 * frame.num_leaves), "new nu", 0);
+  if (options->nu_dtype == DType::kFloat16) decoder.Fail("nu: expected float32 or bfloat16");
+}
+
+// The operands and results of one leaf, a kind after the other.
+class LeafDecoder {
+ public:
+  LeafDecoder(Decoder& decoder, const Frame& frame, std::size_t leaf)
+      : decoder_(decoder),
+        num_leaves_(frame.num_leaves),
+        leaf_(leaf),
+        argument_(frame.first_leaf + leaf),
+        result_(leaf),
+        param_(decoder.Argument(argument_)) {}
+
+  LeafOperands Decode(const UpdateOptions& options) {
+    LeafOperands leaf{};
+    DecodeParam(&leaf);
+    const DType mu = options.mu_dtype;
+    const DType nu = options.nu_dtype;
+    const bool has_nu_max = options.amsgrad != Amsgrad::kOff;
+    if (!options.zero_moments) {
+      leaf.mu = Next(mu, "mu");
+      leaf.nu = Next(nu, "nu");
+      if (has_nu_max) leaf.nu_max = Next(nu, "nu_max");
+    }
+    leaf.mu_out = NextResult(mu, "new mu");
+    leaf.nu_out = NextResult(nu, "new nu");
+    if (has_nu_max) leaf.nu_max_out = NextResult(nu, "new nu_max");
+    if (options.has_copies) DecodeCopy(&leaf);
+    if (options.has_ema) {
+      leaf.ema = static_cast<const float*>(Next(DType::kFloat32, "ema"));
+      leaf.ema_out = static_cast<float*>(NextResult(DType::kFloat32, "new ema"));
+    }
+    return leaf;
   }
-  if (frame.argument_kinds > 4)
-    operands.nu_max = decoder.Moment(argument(4), param, "nu_max", leaf);
-  operands.mu_out = decoder.MomentResult(result(1), param, "new mu", leaf);
-  operands.nu_out = decoder.MomentResult(result(2), param, "new nu", leaf);
-  if (frame.result_kinds > 3) {
-    operands.nu_max_out = decoder.MomentResult(result(3), param, "new nu_max", leaf);
+
+ private:
+  void DecodeParam(LeafOperands* leaf) {
+    leaf->num_elements = static_cast<std::int64_t>(param_.element_count());
+    leaf->param = param_.untyped_data();
+    leaf->param_dtype = decoder_.LeafDType(param_, "parameter", leaf_);
+    leaf->grad_dtype = NextDType("gradient");
+    leaf->grad = Next(leaf->grad_dtype, "gradient");
+    leaf->out = decoder_.ResultLike(result_, param_, param_.element_type(), "output", leaf_);
   }
-  operands.num_elements = static_cast<std::int64_t>(param.element_count());
-  operands.param_dtype = decoder.LeafDType(param, "parameter", leaf);
-  operands.grad_dtype = decoder.LeafDType(grad, "gradient", leaf);
-  return operands;
+
+  void DecodeCopy(LeafOperands* leaf) {
+    leaf->copy_dtype = NextDType("copy");
+    if (leaf->param_dtype != DType::kFloat32 || leaf->copy_dtype == DType::kFloat32) {
+      decoder_.Fail(LeafName("copy", leaf_) +
+                    ": expected bfloat16 or float16, of a float32 parameter");
+    }
+    leaf->copy = Next(leaf->copy_dtype, "copy");
+    leaf->copy_out = NextResult(leaf->copy_dtype, "new copy");
+  }
+
+  DType NextDType(const char* kind) {
+    return decoder_.LeafDType(decoder_.Argument(argument_ + num_leaves_), kind, leaf_);
+  }
+  const void* Next(DType dtype, const char* kind) {
+    argument_ += num_leaves_;
+    return decoder_.Like(argument_, param_, FfiDType(dtype), kind, leaf_);
+  }
+  void* NextResult(DType dtype, const char* kind) {
+    result_ += num_leaves_;
+    return decoder_.ResultLike(result_, param_, FfiDType(dtype), kind, leaf_);
+  }
+
+  Decoder& decoder_;
+  std::size_t num_leaves_;
+  std::size_t leaf_;
+  std::size_t argument_;  // index of the last one decoded, as result_
+  std::size_t result_;
+  ffi::AnyBuffer param_;
+};
+
+LeafOperands DecodeLeaf(Decoder& decoder, const Frame& frame, const Attributes& attributes,
+                        const UpdateOptions& options, std::size_t index) {
+  LeafOperands leaf = LeafDecoder(decoder, frame, index).Decode(options);
+  leaf.decays = attributes.decays[index] != 0;
+  leaf.leaf_id = static_cast<Word32>(attributes.leaf_ids[index]);
+  for (std::size_t i = 0; i < kIndexStrides; ++i) {
+    const std::int64_t* pair = &attributes.shard_strides[2 * (kIndexStrides * index + i)];
+    leaf.strides[i] = MakeStride(pair[0], pair[1]);
+  }
+  if (leaf.num_elements % options.members != 0) {
+    decoder.Fail(LeafName("parameter", index) + ": not divisible into " +
+                 std::to_string(options.members) + " members");
+  }
+  return leaf;
 }
 
 // Of the gradients of the leaves, which are decoded already.
@@ -162,43 +230,6 @@ StepAnalysis DecodeAnalysis(Decoder& decoder, const Frame& frame, bool skip_nonf
   return analysis;
 }
 
-ffi::ErrorOr<Attributes> DecodeAttributes(const ffi::Dictionary& dictionary) {
-  Attributes attributes{};
-  UpdateOptions& options = attributes.options;
-  std::int64_t amsgrad = 0;
-  std::int64_t clip = 0;
-  using Flags = ffi::Span<const std::uint8_t>;
-  const bool complete = Get<std::int64_t>(dictionary, "amsgrad", &amsgrad) &&
-                        Get<std::int64_t>(dictionary, "clip", &clip) &&
-                        Get<bool>(dictionary, "skip_nonfinite", &attributes.skip_nonfinite) &&
-                        Get<bool>(dictionary, "analyze", &attributes.analyze) &&
-                        Get<bool>(dictionary, "nesterov", &options.nesterov) &&
-                        Get<bool>(dictionary, "maximize", &options.maximize) &&
-                        Get<bool>(dictionary, "write_params", &options.write_params) &&
-                        Get<std::int64_t>(dictionary, "members", &options.members) &&
-                        Get<std::int64_t>(dictionary, "num_after", &attributes.num_after) &&
-                        Get<bool>(dictionary, "count_step", &attributes.count_step) &&
-                        Get<bool>(dictionary, "zero_moments", &options.zero_moments) &&
-                        Get<Flags>(dictionary, "decays", &attributes.decays) &&
-                        Get<Flags>(dictionary, "traced", &attributes.traced);
-  if (!complete) return ffi::Unexpected(Invalid("an attribute is missing or of another type"));
-  if (amsgrad < 0 || amsgrad > 2) {
-    return ffi::Unexpected(Invalid("unknown amsgrad attribute " + std::to_string(amsgrad)));
-  }
-  options.amsgrad = static_cast<Amsgrad>(amsgrad);
-  if (clip < 0 || clip > 2) {
-    return ffi::Unexpected(Invalid("unknown clip attribute " + std::to_string(clip)));
-  }
-  options.clip = static_cast<Clip>(clip);
-  if (options.members < 1 || options.members > kMaxMembers)
-    return ffi::Unexpected(Invalid("members must be 1 or more"));
-  if (attributes.num_after < 0) return ffi::Unexpected(Invalid("num_after must not be negative"));
-  if (attributes.traced.size() != kNumHyper) {
-    return ffi::Unexpected(Invalid("traced must have one entry for each hyperparameter"));
-  }
-  return attributes;
-}
-
 }  // namespace
 
 ffi::ErrorOr<UpdateOperands> DecodeUpdate(ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -219,14 +250,10 @@ ffi::ErrorOr<UpdateOperands> DecodeUpdate(ffi::RemainingArgs args, ffi::Remainin
   ScalarOperand<float> gradient_scale;
   operands.options = attributes.options;
   operands.step = DecodeStep(decoder, frame, attributes, &gradient_scale);
+  DecodeMomentDTypes(decoder, frame, &operands.options);
   operands.leaves.reserve(frame.num_leaves);
   for (std::size_t leaf = 0; leaf < frame.num_leaves && decoder.ok(); ++leaf) {
-    operands.leaves.push_back(DecodeLeaf(decoder, frame, leaf));
-    operands.leaves.back().decays = attributes.decays[leaf] != 0;
-    if (operands.leaves.back().num_elements % members != 0) {
-      decoder.Fail(LeafName("parameter", leaf) + ": not divisible into " + std::to_string(members) +
-                   " members");
-    }
+    operands.leaves.push_back(DecodeLeaf(decoder, frame, attributes, operands.options, leaf));
   }
   operands.analyzes = attributes.analyze;
   if (operands.analyzes && decoder.ok()) {

@@ -2,11 +2,11 @@
 // dtypes only, never contents: on a GPU the pointers are device memory.
 //
 //   arguments  count, skip_update, hyper_bits, traced... [, norm, scaled_norm] [, nonfinite]
-//              [, gradient_scale] [, skipped, consecutive] (core/scalars.h), then num_after arrays
-//              that the call waits for and does not read, then params..., grads...
-//              [, mu..., nu... [, nu_max...]]
-//   results    params... (write_params) or updates..., mu..., nu... [, nu_max...]
-//              [, count, skipped, consecutive]
+//              [, gradient_scale] [, noise] [, skipped, consecutive] (core/scalars.h), then
+//              num_after arrays that the call waits for and does not read, then params..., grads...
+//              [, mu..., nu... [, nu_max...]] [, copies...] [, ema...]
+//   results    params... (write_params) or updates..., mu..., nu... [, nu_max...] [, copies...]
+//              [, ema...] [, count, skipped, consecutive]
 //              [, norm, scaled_norm, max_abs, nonfinite, merged, rows]
 //   attributes amsgrad, members, num_after i64, nesterov, maximize, write_params bool,
 //              count_step bool: the counters are arguments and results,
@@ -17,7 +17,13 @@
 //              analyze bool: the call makes the report of its gradients itself: what it reads of
 //              one is no argument, but gradient_scale, float32, and the report and its rows are
 //              results (core/stats.h),
-//              traced u8[8]: is the hyperparameter an operand of its own
+//              traced u8[9]: is the hyperparameter an operand of its own,
+//              has_copies, has_ema bool: copies and averages of the parameters are both,
+//              stochastic_moments, stochastic_params bool: with either, noise is an argument,
+//              leaf_ids i64[leaves]: a leaf's number in the whole tree,
+//              shard_strides i64[leaves * 6]: three pairs divisor, extra a leaf (core/noise.h)
+//   dtypes     mu float32, bfloat16 or float16, nu and nu_max float32 or bfloat16, alike for all
+//              leaves; copies bfloat16 or float16, of float32 parameters; ema float32
 //
 // Python has checked all of this with the leaves' names; these checks guard the memory.
 #ifndef JAX_FUSED_ADAMW_CC_FFI_OPERANDS_H_

@@ -23,7 +23,9 @@ inline xla::ffi::ErrorOr<UpdateOperands> DecodeLadder(xla::ffi::RemainingArgs ar
   const UpdateOptions& options = operands->options;
   bool plain = options.amsgrad == Amsgrad::kOff && !options.nesterov && !options.maximize &&
                options.clip == Clip::kOff && options.write_params && options.members == 1 &&
-               operands->step.counts_step() && operands->step.nonfinite.data == nullptr;
+               options.mu_dtype == DType::kFloat32 && options.nu_dtype == DType::kFloat32 &&
+               !options.has_copies && !options.has_ema && operands->step.counts_step() &&
+               operands->step.nonfinite.data == nullptr;
   for (const LeafOperands& leaf : operands->leaves) plain = plain && LadderTakes(leaf);
   if (plain) return operands;
   return xla::ffi::Unexpected(xla::ffi::Error::InvalidArgument(

@@ -8,15 +8,16 @@ void UpdateInALoop(const UpdateStep& step, const std::vector<LeafOperands>& leav
   const GradientUnscale unscale = step.unscale;
   for (const LeafOperands& leaf : leaves) {
     float* const param = static_cast<float*>(leaf.out);
+    float* const mu = static_cast<float*>(leaf.mu_out);
+    float* const nu = static_cast<float*>(leaf.nu_out);
     const float* const grad = static_cast<const float*>(leaf.grad);
     for (long long i = 0; i < leaf.num_elements; ++i) {
       const float g =
           unscale.exact_reciprocal ? unscale.Multiply(grad[i]) : unscale.Divide(grad[i]);
-      const ElementUpdate next =
-          adamw(param[i], g, {leaf.mu_out[i], leaf.nu_out[i], 0.0f}, adamw.s.weight_decay);
+      const ElementUpdate next = adamw(param[i], g, {mu[i], nu[i], 0.0f}, adamw.s.weight_decay);
       param[i] += next.update;
-      leaf.mu_out[i] = next.moments.mu;
-      leaf.nu_out[i] = next.moments.nu;
+      mu[i] = next.moments.mu;
+      nu[i] = next.moments.nu;
     }
   }
 }

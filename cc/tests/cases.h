@@ -36,6 +36,13 @@ enum class ZeroMoments { kNo, kFilled, kNull };
 // Whether a call counts the step, and whether each member has counters and a skip of its own.
 enum class Counting { kNone, kShared, kPerMember };
 
+// Where a leaf lies in the whole tree, for the noise.
+struct Place {
+  Word32 leaf_id = 0;
+  Word64 first_index = 0;
+  std::vector<IndexStride> strides = {};
+};
+
 struct Case {
   std::size_t n;
   std::size_t offset;  // elements
@@ -55,6 +62,13 @@ struct Case {
   float norm = 1.0f;                  // of the first member
   std::optional<int> nonfinite = {};  // of the first member; without one none skips the step
   std::vector<float> gradients = {};  // repeated, in place of random ones
+  DType mu_dtype = DType::kFloat32;
+  DType nu_dtype = DType::kFloat32;
+  std::optional<DType> copies = {};
+  bool has_ema = false;
+  bool stochastic_moments = false;
+  bool stochastic_params = false;
+  Place place = {};
 
   std::string Name(const char* kernel) const {
     return std::string(kernel) + " n=" + std::to_string(n) + " offset=" + std::to_string(offset) +
@@ -69,16 +83,33 @@ struct Case {
            " count=" + std::to_string(counts.count) +
            " clip=" + std::to_string(static_cast<int>(clip)) + " norm=" + std::to_string(norm) +
            " nonfinite=" + (nonfinite ? std::to_string(*nonfinite) : "none") +
-           " gradients=" + std::to_string(gradients.size());
+           " gradients=" + std::to_string(gradients.size()) + LowPrecisionName();
   }
 
+  std::string LowPrecisionName() const {
+    return " mu=" + std::to_string(static_cast<int>(mu_dtype)) +
+           " nu=" + std::to_string(static_cast<int>(nu_dtype)) +
+           " copies=" + (copies ? std::to_string(static_cast<int>(*copies)) : "none") +
+           " ema=" + std::to_string(has_ema) + " stochastic=" + std::to_string(stochastic_moments) +
+           std::to_string(stochastic_params) + " leaf_id=" + std::to_string(place.leaf_id) +
+           " first_index=" + std::to_string(place.first_index) +
+           " strides=" + std::to_string(place.strides.size());
+  }
+
+  bool has_noise() const { return stochastic_moments || stochastic_params; }
   bool has_nu_max() const { return amsgrad != Amsgrad::kOff; }
   bool null_moments() const { return zero_moments == ZeroMoments::kNull; }
   std::int64_t num_counts() const { return counting == Counting::kPerMember ? members : 1; }
   std::size_t total() const { return n * static_cast<std::size_t>(members); }
 
   UpdateOptions Options() const {
-    return {amsgrad, clip, nesterov, true, write_params, null_moments(), members};
+    return {amsgrad,          clip,
+            nesterov,         true,
+            write_params,     null_moments(),
+            members,          mu_dtype,
+            nu_dtype,         copies.has_value(),
+            has_ema,          stochastic_moments,
+            stochastic_params};
   }
 
   // The case that must have the same result: aligned, out of place, every input in a buffer.
@@ -98,13 +129,48 @@ inline Case CommonCase(std::size_t n) {
 }
 
 // The arrays that a leaf may have, inputs first.
-enum Array { kParam, kGrad, kMu, kNu, kNuMax, kOut, kMuOut, kNuOut, kNuMaxOut, kNumArrays };
+enum Array {
+  kParam,
+  kGrad,
+  kMu,
+  kNu,
+  kNuMax,
+  kCopy,
+  kEma,
+  kOut,
+  kMuOut,
+  kNuOut,
+  kNuMaxOut,
+  kCopyOut,
+  kEmaOut,
+  kNumArrays
+};
 
 inline bool IsInput(int array) { return array < kOut; }
 
 inline DType ArrayDType(const Case& c, int array) {
-  if (array == kGrad) return c.grad_dtype;
-  return array == kParam || array == kOut ? c.param_dtype : DType::kFloat32;
+  switch (array) {
+    case kParam:
+    case kOut:
+      return c.param_dtype;
+    case kGrad:
+      return c.grad_dtype;
+    case kMu:
+    case kMuOut:
+      return c.mu_dtype;
+    case kCopy:
+    case kCopyOut:
+      return c.copies.value_or(DType::kFloat32);
+    case kEma:
+    case kEmaOut:
+      return DType::kFloat32;
+    default:
+      return c.nu_dtype;
+  }
+}
+
+inline bool IsMoment(int array) {
+  return (kMu <= array && array <= kNuMax) || (kMuOut <= array && array <= kNuMaxOut);
 }
 
 inline std::size_t ElementBytes(const Case& c, int array) {
@@ -117,24 +183,26 @@ inline std::size_t ArrayBytes(const Case& c, int array) {
 
 // The array that takes an output: its own or its input's.
 inline int ArrayOfOutput(const Case& c, int output) {
-  const bool has_input = output == kOut ? c.write_params : !c.null_moments();
+  const bool has_input = output == kOut ? c.write_params : !(IsMoment(output) && c.null_moments());
   if (!c.in_place || !has_input) return output;
   return output == kOut ? kParam : kMu + (output - kMuOut);
 }
 
 inline bool HasArray(const Case& c, int array) {
   if ((array == kNuMax || array == kNuMaxOut) && !c.has_nu_max()) return false;
+  if ((array == kCopy || array == kCopyOut) && !c.copies) return false;
+  if ((array == kEma || array == kEmaOut) && !c.has_ema) return false;
   if (!IsInput(array)) return ArrayOfOutput(c, array) == array;
-  return array == kParam || array == kGrad || !c.null_moments();
+  return !IsMoment(array) || !c.null_moments();
 }
 
 // The seed tells leaves apart.
 inline void FillInput(void* array, const Case& c, int input, unsigned seed) {
-  if (input >= kMu && c.zero_moments != ZeroMoments::kNo) {
+  if (IsMoment(input) && c.zero_moments != ZeroMoments::kNo) {
     std::fill_n(static_cast<unsigned char*>(array), ArrayBytes(c, input), 0);
   } else {
     const unsigned array_seed = kOut * seed + static_cast<unsigned>(input) + 1;
-    Fill(array, ArrayDType(c, input), c.total(), array_seed, input >= kNu);
+    Fill(array, ArrayDType(c, input), c.total(), array_seed, input == kNu || input == kNuMax);
   }
   if (input != kGrad || c.gradients.empty()) return;
   for (std::size_t i = 0; i < c.total(); ++i) {
@@ -147,20 +215,27 @@ template <typename Address>
 LeafOperands MakeLeaf(const Case& c, const Address& address) {
   const auto array = [&](int i) -> void* { return HasArray(c, i) ? address(i) : nullptr; };
   const auto output = [&](int i) { return array(ArrayOfOutput(c, i)); };
-  LeafOperands leaf;
+  LeafOperands leaf{};
   leaf.param = array(kParam);
   leaf.grad = array(kGrad);
-  leaf.mu = static_cast<float*>(array(kMu));
-  leaf.nu = static_cast<float*>(array(kNu));
-  leaf.nu_max = static_cast<float*>(array(kNuMax));
+  leaf.mu = array(kMu);
+  leaf.nu = array(kNu);
+  leaf.nu_max = array(kNuMax);
+  leaf.copy = array(kCopy);
+  leaf.ema = static_cast<float*>(array(kEma));
   leaf.out = output(kOut);
-  leaf.mu_out = static_cast<float*>(output(kMuOut));
-  leaf.nu_out = static_cast<float*>(output(kNuOut));
-  leaf.nu_max_out = static_cast<float*>(output(kNuMaxOut));
+  leaf.mu_out = output(kMuOut);
+  leaf.nu_out = output(kNuOut);
+  leaf.nu_max_out = output(kNuMaxOut);
+  leaf.copy_out = output(kCopyOut);
+  leaf.ema_out = static_cast<float*>(output(kEmaOut));
   leaf.num_elements = static_cast<long long>(c.total());
   leaf.param_dtype = c.param_dtype;
   leaf.grad_dtype = c.grad_dtype;
+  leaf.copy_dtype = ArrayDType(c, kCopy);
   leaf.decays = true;
+  leaf.leaf_id = c.place.leaf_id;
+  std::copy(c.place.strides.begin(), c.place.strides.end(), leaf.strides);
   return leaf;
 }
 
@@ -188,10 +263,9 @@ class LeafArrays {
   // Each NaN as the same one: what it carries is left to the platform. Checks the canaries too.
   std::vector<unsigned char> ReadOutputs(const char* kernel) const {
     std::vector<unsigned char> bytes;
-    for (int output = kOut; output <= (case_.has_nu_max() ? kNuMaxOut : kNuOut); ++output) {
-      std::vector<unsigned char> part = buffers_.at(ArrayOfOutput(case_, output)).Read();
-      UnifyNans(ArrayDType(case_, output), &part);
-      bytes.insert(bytes.end(), part.begin(), part.end());
+    for (int output = kOut; output < kNumArrays; ++output) {
+      const int array = ArrayOfOutput(case_, output);
+      if (HasArray(case_, array)) Append(array, &bytes);
     }
     for (const auto& [array, buffer] : buffers_) {
       Check(buffer.Intact(), "canary, array " + std::to_string(array) + ", " + case_.Name(kernel));
@@ -200,6 +274,12 @@ class LeafArrays {
   }
 
  private:
+  void Append(int array, std::vector<unsigned char>* bytes) const {
+    std::vector<unsigned char> part = buffers_.at(array).Read();
+    UnifyNans(ArrayDType(case_, array), &part);
+    bytes->insert(bytes->end(), part.begin(), part.end());
+  }
+
   Case case_;
   std::map<int, Buffer> buffers_;
 };

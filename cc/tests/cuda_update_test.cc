@@ -25,7 +25,7 @@ using namespace jfa::tests;  // NOLINT: the harness's own vocabulary
 
 // `steps` calls, more than one only in place.
 void UpdateOnCpu(const std::vector<LeafOperands>& leaves, const Case& c, int steps = 1) {
-  const StepScalars<GuardedBuffer> scalars(c);
+  const StepScalars<GuardedBuffer> scalars(c, leaves.size());
   InlinePool pool;
   for (int i = 0; i < steps; ++i) {
     cpu::Update(pool, 1, *cpu::SelectInstructionSet(), scalars.Operands(), leaves, c.Options());
@@ -45,7 +45,7 @@ void Submit(CuStream stream, const StepScalars<DeviceBuffer>& scalars,
 }
 
 void UpdateOnGpu(const std::vector<LeafOperands>& leaves, const Case& c) {
-  const StepScalars<DeviceBuffer> scalars(c);
+  const StepScalars<DeviceBuffer> scalars(c, leaves.size());
   Prepare(leaves, c);
   Submit(nullptr, scalars, leaves, c);
   Require(Device().CtxSynchronize(), "cuCtxSynchronize");
@@ -136,6 +136,35 @@ void TestClip() {
   for (const Case& c : ClipCases()) CheckCase(c);
 }
 
+void TestLowPrecision() {
+  for (const std::size_t n : {6, 514, 1028}) {
+    for (const Case& c : LowPrecisionCases(n)) CheckCase(c);
+  }
+}
+
+// bfloat16 moments, which have kernels of their own, at every element offset and place.
+void TestBf16Moments() {
+  const std::vector<Place> places = Places();
+  std::size_t next = 0;
+  for (const Amsgrad amsgrad : {Amsgrad::kOff, Amsgrad::kUncorrected, Amsgrad::kCorrected}) {
+    for (const DType grad : {DType::kFloat32, DType::kBfloat16}) {
+      for (const std::size_t n : kSizes) {
+        Case c = CommonCase(n);
+        c.mu_dtype = c.nu_dtype = DType::kBfloat16;
+        c.amsgrad = amsgrad;
+        c.grad_dtype = grad;
+        c.offset = next % 3 == 0 ? next % 16 : 0;
+        c.stochastic_moments = next % 5 != 0;
+        c.nesterov = next % 2 == 0;
+        c.write_params = next % 7 != 0;
+        c.in_place = next % 4 != 0;
+        c.place = places[next++ % places.size()];
+        CheckCase(c);
+      }
+    }
+  }
+}
+
 void CheckLeaves(const LeafSet& set, const std::vector<std::size_t>& indices, const Case& c) {
   std::vector<unsigned char> host = set.image();
   DeviceBuffer device(host.size(), 0);
@@ -149,10 +178,13 @@ void CheckLeaves(const LeafSet& set, const std::vector<std::size_t>& indices, co
 // Calls of as many leaves as fill a table and of more: without an empty leaf, and with an empty one
 // before, among and after them.
 void CheckLeafCounts(const Case& c, bool any_dtype) {
-  int num_buffers = 0;
-  for (int array = 0; array < kNumArrays; ++array) num_buffers += HasArray(c, array) ? 1 : 0;
-  const std::size_t small = LeafTable<kSmallTableWords>::Capacity(num_buffers);
-  const std::size_t large = LeafTable<kLargeTableWords>::Capacity(num_buffers);
+  int row_words = 0;
+  for (int array = 0; array < kNumArrays; ++array) row_words += HasArray(c, array) ? 1 : 0;
+  if (c.has_noise()) {
+    row_words += 1 + (c.place.strides.empty() ? 0 : kIndexStrides * kStrideWords);
+  }
+  const std::size_t small = LeafTable<kSmallTableWords>::Capacity(row_words);
+  const std::size_t large = LeafTable<kLargeTableWords>::Capacity(row_words);
   const std::size_t most = 2 * large + 3;
   const LeafSet set = MakeLeafSet(c, most, any_dtype);
   for (const std::size_t count : {small - 3, small, small + 1, large, large + 1, most}) {
@@ -180,6 +212,22 @@ void TestManyLeaves() {
   }
 }
 
+// The same of what a row of the table has more, with strides and without.
+void TestManyLeavesOfLowPrecision() {
+  for (const int kind : {0, 1, 2, 3}) {
+    Case c = CommonCase(0);
+    c.in_place = kind % 2 == 0;
+    if (kind < 3) {
+      c.mu_dtype = c.nu_dtype = DType::kBfloat16;
+      c.stochastic_moments = true;
+    }
+    if (kind > 1) c.has_ema = true;
+    if (kind > 2) c.copies = DType::kBfloat16;
+    if (kind > 0) c.place = Places()[4];
+    CheckLeafCounts(c, /*any_dtype=*/kind == 2);
+  }
+}
+
 // Trees without a block, of no leaf and of more empty ones than a small table holds.
 void TestEmptyTrees() {
   const Case c = CommonCase(0);
@@ -199,12 +247,16 @@ LeafSet MakeGridLimit(const Case& c) {
 }
 
 void TestGridLimit() {
-  std::vector<Case> cases(5, CommonCase(0));
+  std::vector<Case> cases(7, CommonCase(0));
   cases[1].skip = true;
   cases[2].nonfinite = 1;
   cases[3].nonfinite = 0;
   cases[3].clip = Clip::kNorm;
   cases[4].clip = Clip::kValue;
+  cases[5].mu_dtype = cases[5].nu_dtype = DType::kBfloat16;
+  cases[5].stochastic_moments = true;
+  cases[6].has_ema = true;
+  cases[6].copies = DType::kBfloat16;
   for (const Case& c : cases) {
     const LeafSet set = MakeGridLimit(c);
     CheckLeaves(set, {0, 1}, c);
@@ -216,7 +268,11 @@ void TestGridLimit() {
 class Training {
  public:
   Training(const LeafSet& set, const std::vector<std::size_t>& indices, const Case& c)
-      : set_(set), indices_(indices), case_(c), scalars_(c), device_(set.image().size(), 0) {
+      : set_(set),
+        indices_(indices),
+        case_(c),
+        scalars_(c, indices.size()),
+        device_(set.image().size(), 0) {
     device_.Write(set.image());
     leaves_ = set.Leaves(indices, device_.As<unsigned char>());
     Prepare(leaves_, c);
@@ -249,8 +305,10 @@ class Training {
 
 // Steps in place that nothing synchronises, of two trees that may run at the same time: a block
 // that counts too early or too late, or for the other tree, changes a later step's bits.
-void TestManySteps() {
+void TestManySteps(DType moments) {
   Case c = CommonCase(0);
+  c.mu_dtype = c.nu_dtype = moments;
+  c.stochastic_moments = moments != DType::kFloat32;
   const LeafSet set = MakeGridLimit(c);
   Training often(set, {0, 1}, c);
   c.counts.count = 20;
@@ -304,10 +362,14 @@ int main() {
   jfa::cuda::TestOptions();
   jfa::cuda::TestCounters();
   jfa::cuda::TestClip();
+  jfa::cuda::TestLowPrecision();
+  jfa::cuda::TestBf16Moments();
   jfa::cuda::TestManyLeaves();
+  jfa::cuda::TestManyLeavesOfLowPrecision();
   jfa::cuda::TestEmptyTrees();
   jfa::cuda::TestGridLimit();
-  jfa::cuda::TestManySteps();
+  jfa::cuda::TestManySteps(jfa::DType::kFloat32);
+  jfa::cuda::TestManySteps(jfa::DType::kBfloat16);
   jfa::cuda::TestLadder(jfa::cuda::Rung::kNaive);
   jfa::cuda::TestLadder(jfa::cuda::Rung::kVectors);
   std::printf("%d failures\n", jfa::tests::failures);

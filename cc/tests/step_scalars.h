@@ -18,19 +18,23 @@ inline int SaturatingSum(int a, std::int64_t b) {
   return static_cast<int>(std::min<std::int64_t>(a + b, 0x7fffffff));
 }
 
+inline constexpr Word64 kSeed = 0x9abcdef012345678ull;
+
 // The step's scalars, in Buffers of the host or a device. The counters share one: the old ones,
 // then the new ones unless they take the place of the old, a canary on each side of each array.
 template <typename Buffer>
 class StepScalars {
  public:
-  explicit StepScalars(const Case& c)
+  explicit StepScalars(const Case& c, std::size_t num_leaves = 1)
       : case_(c),
         image_(static_cast<std::size_t>(Place(2 * kNumCounters, 0)), kCanaryInt),
         counters_(image_.size() * sizeof(int), 0),
         skip_(static_cast<std::size_t>(c.num_counts()), 0),
         hyper_bits_(kNumHyper * sizeof(double), 0),
         norms_(2 * static_cast<std::size_t>(c.members) * sizeof(float), 0),
-        nonfinite_(static_cast<std::size_t>(c.num_counts()) * sizeof(int), 0) {
+        nonfinite_(static_cast<std::size_t>(c.num_counts()) * sizeof(int), 0),
+        noise_rows_(1 + num_leaves),
+        noise_(static_cast<std::size_t>(c.num_counts()) * noise_rows_ * sizeof(Word64), 0) {
     std::vector<unsigned char> skip;
     for (std::int64_t i = 0; i < c.num_counts(); ++i) {
       SetCounters(&image_, 0, i, OldCounts(i));
@@ -38,7 +42,7 @@ class StepScalars {
     }
     counters_.Write(BytesOf(image_.data(), image_.size()));
     skip_.Write(skip);
-    const double hyper[kNumHyper] = {1e-2, 0.9, 0.99, 1e-6, 1e-9, 0.1, 3.0, c.max_grad};
+    const double hyper[kNumHyper] = {1e-2, 0.9, 0.99, 1e-6, 1e-9, 0.1, 3.0, c.max_grad, 0.97};
     hyper_bits_.Write(BytesOf(hyper, kNumHyper));
     std::vector<float> norms;
     for (std::int64_t i = 0; i < c.members; ++i) norms.push_back(Norm(i));
@@ -47,6 +51,7 @@ class StepScalars {
     std::vector<int> nonfinite;
     for (std::int64_t i = 0; i < c.num_counts(); ++i) nonfinite.push_back(Nonfinite(i));
     nonfinite_.Write(BytesOf(nonfinite.data(), nonfinite.size()));
+    WriteNoise();
   }
 
   StepOperands Operands() const {
@@ -62,6 +67,11 @@ class StepScalars {
       operands.scaled_norm = {norms + case_.members, case_.members > 1};
     }
     if (case_.nonfinite) operands.nonfinite = {nonfinite_.template As<int>(), per_member};
+    if (case_.has_noise()) {
+      operands.noise = noise_.template As<Word32>();
+      operands.noise_rows = static_cast<int>(noise_rows_);
+      operands.noise_per_member = per_member;
+    }
     if (case_.counting == Counting::kNone) return operands;
     operands.skipped = {counters + Place(1, 0), per_member};
     operands.consecutive = {counters + Place(2, 0), per_member};
@@ -84,6 +94,18 @@ class StepScalars {
   }
 
  private:
+  // A seed for each member; leaves far from each other in the whole tree.
+  void WriteNoise() {
+    std::vector<Word64> noise;
+    for (std::int64_t member = 0; member < case_.num_counts(); ++member) {
+      noise.push_back(kSeed + static_cast<Word64>(member));
+      for (std::size_t leaf = 1; leaf < noise_rows_; ++leaf) {
+        noise.push_back(case_.place.first_index + (leaf - 1) * 1000003);
+      }
+    }
+    noise_.Write(BytesOf(noise.data(), noise.size()));
+  }
+
   static constexpr int kNumCounters = 3;
   static constexpr int kCanaryInt = static_cast<int>(kCanary * 0x01010101u);
 
@@ -135,6 +157,8 @@ class StepScalars {
   Buffer hyper_bits_;
   Buffer norms_;  // then the scaled ones
   Buffer nonfinite_;
+  std::size_t noise_rows_;
+  Buffer noise_;
 };
 
 }  // namespace jfa::tests

@@ -77,6 +77,63 @@ inline std::vector<Case> ClipCases() {
   return cases;
 }
 
+// Places in the whole tree: at a quad or not, beyond 32 bits of elements and of quads, and in parts
+// of leaves that are cut along one dimension or more.
+inline std::vector<Place> Places() {
+  const IndexStride none = MakeStride(0, 0);
+  return {{7, 0, {}},
+          {0, 3, {}},
+          {1, 0xfffffffffull, {}},
+          {0x7fffffff, 0x3fffffffeull, {}},
+          {2, 12, {MakeStride(64, 64), none, none}},
+          {3, 1, {MakeStride(5, 2), none, none}},
+          {4, 4, {MakeStride(1, 3), MakeStride(20, 7), MakeStride(81, 1ll << 33)}},
+          {5, 0, {none, MakeStride(128, 384), MakeStride(2048, 1ll << 40)}}};
+}
+
+// Every set of dtypes of parameters and moments, rounded both ways, with copies and averages; the
+// other options take turns, with periods that are prime to each other's.
+inline std::vector<Case> LowPrecisionCases(std::size_t n) {
+  const std::vector<Place> places = Places();
+  std::vector<Case> cases;
+  std::size_t next = 0;
+  for (const DType param : kDTypes) {
+    for (const DType mu : kDTypes) {
+      for (const DType nu : {DType::kFloat32, DType::kBfloat16}) {
+        for (const int flags : {0, 1, 2, 3}) {
+          for (const int extras : {0, 1, 2, 3}) {
+            const bool has_copies = (extras & 1) != 0;
+            if (has_copies && param != DType::kFloat32) continue;
+            Case c = CommonCase(n - next % 3);
+            c.param_dtype = param;
+            c.grad_dtype = kDTypes[next % (param == DType::kFloat32 ? 2 : 3)];
+            c.mu_dtype = mu;
+            c.nu_dtype = nu;
+            c.stochastic_moments = (flags & 1) != 0;
+            c.stochastic_params = (flags & 2) != 0;
+            if (has_copies) c.copies = next % 7 == 0 ? DType::kFloat16 : DType::kBfloat16;
+            c.has_ema = (extras & 2) != 0;
+            c.amsgrad = static_cast<Amsgrad>(next % 3);
+            c.nesterov = next % 4 == 0;
+            c.write_params = has_copies || next % 5 != 0;
+            c.skip = next % 11 == 0;
+            c.in_place = next % 2 == 0;
+            c.offset = next % 16 < 8 ? 0 : next % 16;
+            c.members = next % 13 == 0 ? 3 : 1;
+            c.counting = next % 2 == 0 ? Counting::kPerMember : Counting::kShared;
+            c.place = places[next % places.size()];
+            cases.push_back(c);
+            c.zero_moments = ZeroMoments::kNull;
+            cases.push_back(c);
+            ++next;
+          }
+        }
+      }
+    }
+  }
+  return cases;
+}
+
 }  // namespace jfa::tests
 
 #endif  // JAX_FUSED_ADAMW_CC_TESTS_UPDATE_CASES_H_

@@ -84,6 +84,33 @@ void TestClip(const InstructionSet* sets, int num_sets) {
   for (const Case& c : ClipCases()) CheckCase(sets, num_sets, c);
 }
 
+void TestLowPrecision(const InstructionSet* sets, int num_sets) {
+  for (const std::size_t n : {5, 258, 1001, 4099}) {
+    for (const Case& c : LowPrecisionCases(n)) CheckCase(sets, num_sets, c);
+  }
+}
+
+// Every element offset, the places taking turns.
+void TestLowPrecisionAlignments(const InstructionSet* sets, int num_sets) {
+  const std::vector<Place> places = Places();
+  for (const std::size_t n : {1, 3, 17, 255, 257, 1025}) {
+    for (std::size_t offset = 0; offset < 16; ++offset) {
+      Case c = CommonCase(n);
+      c.offset = offset;
+      c.mu_dtype = c.nu_dtype = DType::kBfloat16;
+      c.stochastic_moments = c.stochastic_params = true;
+      c.has_ema = true;
+      c.place = places[(n + offset) % places.size()];
+      c.copies = offset % 2 == 0 ? DType::kBfloat16 : DType::kFloat16;
+      CheckCase(sets, num_sets, c);
+      c.copies = {};
+      c.param_dtype = DType::kBfloat16;
+      c.mu_dtype = DType::kFloat16;
+      CheckCase(sets, num_sets, c);
+    }
+  }
+}
+
 // The update of one gradient from zero moments, as its first moment shows it. It is divided by -3.
 void CheckClipped(const InstructionSet& isa, Case c, float expected) {
   c.zero_moments = ZeroMoments::kNull;
@@ -92,7 +119,7 @@ void CheckClipped(const InstructionSet& isa, Case c, float expected) {
   InlinePool pool;
   const LeafOperands leaf = arrays.Operands();
   Update(pool, 1, isa, scalars.Operands(), {leaf}, c.Options());
-  const float mu = *leaf.mu_out;
+  const float mu = *static_cast<const float*>(leaf.mu_out);
   const float expected_mu = static_cast<float>(1.0 - 0.9) * expected;
   Check(mu == expected_mu || (mu != mu && expected != expected), "clipped, " + c.Name(isa.name));
 }
@@ -141,8 +168,13 @@ void TestThreads(const InstructionSet& isa) {
   const std::size_t many = 5 * kBlockElements + 17;
   Case c{many, 0, DType::kFloat32, DType::kBfloat16, Amsgrad::kOff, false, true, false,
          true, 1, ZeroMoments::kNo};
-  for (const ZeroMoments zero : {ZeroMoments::kNo, ZeroMoments::kNull}) {
-    c.zero_moments = zero;
+  for (const int kind : {0, 1, 2, 3}) {
+    c.zero_moments = (kind & 1) != 0 ? ZeroMoments::kNull : ZeroMoments::kNo;
+    if ((kind & 2) != 0) {
+      c.mu_dtype = c.nu_dtype = DType::kBfloat16;
+      c.stochastic_moments = true;
+      c.place = Places()[6];
+    }
     const auto expected = Run(isa, c.Plain(), 1);
     for (const std::int64_t num_threads : {1, 2, 4, 16}) {
       Check(Run(isa, c, num_threads) == expected, "threads " + std::to_string(num_threads));
@@ -183,6 +215,8 @@ int Main() {
   TestOptions(sets, num_sets);
   TestCounters(sets, num_sets);
   TestClip(sets, num_sets);
+  TestLowPrecision(sets, num_sets);
+  TestLowPrecisionAlignments(sets, num_sets);
   for (int i = 0; i < num_sets; ++i) TestClippedValues(sets[i]);
   TestThreads(sets[0]);
   std::printf("%d failures\n", failures);

@@ -102,6 +102,7 @@ def _native_step(target: str, rung: int) -> Step:
             "weight_decay": WEIGHT_DECAY,
             "gradient_scale": 1.0,
             "max_grad": math.inf,
+            "ema_decay": 0.0,
         }
     )
 
@@ -109,9 +110,9 @@ def _native_step(target: str, rung: int) -> Step:
         config = UpdateConfig(decays=(True,) * len(params), count_step=True)
         counters = [state.count, state.skipped, state.consecutive]
         scalars = Scalars(
-            state.count, np.bool_(False), hyper_bits, [], [], [], [], counters[1:]
+            state.count, np.bool_(False), hyper_bits, skip_counters=counters[1:]
         )
-        buffers = Buffers(params, grads, state.mu, state.nu, [])
+        buffers = Buffers(params, grads, state.mu, state.nu)
         results = [*params, *state.mu, *state.nu, *counters]
         call = jax.ffi.ffi_call(
             target,

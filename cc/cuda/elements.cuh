@@ -1,0 +1,205 @@
+// The elements of a thread: where they lie, and their way between memory and registers.
+#ifndef JAX_FUSED_ADAMW_CC_CUDA_ELEMENTS_CUH_
+#define JAX_FUSED_ADAMW_CC_CUDA_ELEMENTS_CUH_
+
+#include "core/adamw.h"
+#include "core/chunks.h"
+#include "cuda/instance.cuh"
+#include "cuda/io.cuh"
+#include "cuda/noise.cuh"
+#include "cuda/table.h"
+
+namespace jfa::cuda {
+
+// Where a block works, the same for all its threads.
+struct ChunkPlace {
+  int leaf;
+  LeafFlags flags;
+  Block chunk;
+  Span span;  // of the thread
+};
+
+// A grid without an analysis has a block for each chunk, one with it kTileBlocks for each tile.
+template <typename Kernel, typename Arguments>
+__device__ __forceinline__ ChunkPlace LocateChunk(const Arguments& args) {
+  const auto& table = args.table;
+  constexpr int kBlocks = Kernel::kAnalyzes ? kTileBlocks : 1;
+  const Word32 entry = blockIdx.x / kBlocks;
+  ChunkPlace place;
+  place.leaf = FindLeaf(table.first_block(), table.num_leaves, entry);
+  const Word64 size = table.sizes()[place.leaf];
+  place.flags = LeafFlags::Unpack(size);
+  place.chunk =
+      LocateBlock(entry - table.first_block()[place.leaf], static_cast<long long>(size >> 8),
+                  table.members, Kernel::kAnalyzes ? kStatsTileElements : kChunk);
+  const int thread = static_cast<int>(blockIdx.x % kBlocks * Kernel::kBlockThreads + threadIdx.x);
+  const int offset = thread * kVector;
+  place.span.begin = place.chunk.begin + offset;
+  place.span.left = static_cast<int>(place.chunk.elements) - offset;
+  place.span.vectorised = place.flags.aligned && place.span.left >= kVector;
+  return place;
+}
+
+// Places in a leaf's row of the table that depend on the launch; an output that is its input
+// shares its place.
+struct Slots {
+  int copy;
+  int ema;
+  int out;
+  int mu;
+  int nu;
+  int nu_max;
+  int copy_out;
+  int ema_out;
+};
+
+template <typename Kernel>
+__device__ __forceinline__ Slots SlotsOf(const LaunchOptions& options) {
+  Slots slots;
+  slots.copy = Kernel::kZeroMoments ? 2 : Kernel::kHasMax ? 5 : 4;
+  slots.ema = slots.copy + (Kernel::kHasExtras && options.has_copies ? 1 : 0);
+  const int first = slots.ema + (Kernel::kHasExtras && options.has_ema ? 1 : 0);
+  const int moments = first + (options.out_apart ? 1 : 0);
+  slots.out = options.out_apart ? first : 0;
+  slots.mu = options.moments_apart ? moments : 2;
+  slots.nu = options.moments_apart ? moments + 1 : 3;
+  slots.nu_max = options.moments_apart ? moments + 2 : 4;
+  const int extras = moments + (options.moments_apart ? (Kernel::kHasMax ? 3 : 2) : 0);
+  slots.copy_out = options.extras_apart ? extras : slots.copy;
+  slots.ema_out = options.extras_apart ? extras + (options.has_copies ? 1 : 0) : slots.ema;
+  return slots;
+}
+
+// As loaded; what is not loaded is zero.
+struct RawElements {
+  RawVector param;
+  RawVector grad;
+  RawVector mu;
+  RawVector nu;
+  RawVector nu_max;
+  RawVector ema;
+};
+
+template <typename Kernel, typename DTypes, typename Arguments>
+__device__ __forceinline__ RawElements LoadElements(const Arguments& args, const ChunkPlace& place,
+                                                    DTypes dtypes) {
+  const auto load = [&](DType dtype, int buffer) {
+    return LoadRaw(dtype, args.table.buffer(place.leaf, buffer), place.span);
+  };
+  RawElements raw{};
+  raw.param = load(dtypes.param, 0);
+  raw.grad = load(dtypes.grad, 1);
+  if (Kernel::kHasExtras && args.options.has_ema) {
+    raw.ema = load(DType::kFloat32, SlotsOf<Kernel>(args.options).ema);
+  }
+  if (Kernel::kZeroMoments) return raw;
+  raw.mu = load(dtypes.mu, 2);
+  raw.nu = load(dtypes.nu, 3);
+  if (Kernel::kHasMax) raw.nu_max = load(dtypes.nu, 4);
+  return raw;
+}
+
+// A skipped step: state and parameters keep their bits, an update is -0.0.
+template <typename Kernel, typename DTypes, typename Arguments>
+__device__ __forceinline__ void SkipElements(const Arguments& args, int leaf, DTypes dtypes,
+                                             const Span& span) {
+  const LaunchOptions& options = args.options;
+  const Slots slots = SlotsOf<Kernel>(options);
+  const auto copy = [&](DType dtype, int from, int to) {
+    StoreRaw(dtype, args.table.buffer(leaf, to), span,
+             LoadRaw(dtype, args.table.buffer(leaf, from), span));
+  };
+  if (!options.write_params) {
+    const Vector minus_zero{{-0.0f, -0.0f, -0.0f, -0.0f}};
+    StoreRaw(dtypes.param, args.table.buffer(leaf, slots.out), span,
+             FromFloat(dtypes.param, minus_zero));
+  } else if (options.out_apart) {
+    copy(dtypes.param, 0, slots.out);
+  }
+  if (Kernel::kHasExtras && options.extras_apart) {
+    if (options.has_copies) copy(dtypes.copy, slots.copy, slots.copy_out);
+    if (options.has_ema) copy(DType::kFloat32, slots.ema, slots.ema_out);
+  }
+  if (!options.moments_apart) return;
+  const auto keep_moment = [&](DType dtype, int from, int to) {
+    RawVector old{};
+    if (!Kernel::kZeroMoments) old = LoadRaw(dtype, args.table.buffer(leaf, from), span);
+    StoreRaw(dtype, args.table.buffer(leaf, to), span, old);
+  };
+  keep_moment(dtypes.mu, 2, slots.mu);
+  keep_moment(dtypes.nu, 3, slots.nu);
+  if (Kernel::kHasMax) keep_moment(dtypes.nu, 4, slots.nu_max);
+}
+
+// As SkipElements, which needs no dtype of a gradient.
+template <typename Kernel, typename Arguments>
+__device__ void SkipChunk(const Arguments& args, const ChunkPlace& place) {
+  LeafFlags flags = place.flags;
+  flags.grad_dtype = DType::kFloat32;
+  WithDTypes<Kernel>(args.options, flags, [&](auto dtypes) {
+    SkipElements<Kernel>(args, place.leaf, dtypes, place.span);
+  });
+}
+
+struct VectorUpdate {
+  Vector out;
+  Vector mu;
+  Vector nu;
+  Vector nu_max;
+};
+
+// Of the new parameters as they are stored, or will be when the stored updates are added to them.
+__device__ __forceinline__ Vector UpdateEma(const Ema& next_ema, DType param_dtype,
+                                            bool write_params, const RawVector& out,
+                                            const Vector& old_param, const RawVector& ema) {
+  Vector param = ToFloat(param_dtype, out);
+  if (!write_params) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) param.value[i] = old_param.value[i] + param.value[i];
+    param = ToFloat(param_dtype, FromFloat(param_dtype, param));
+  }
+  const Vector old = ToFloat(DType::kFloat32, ema);
+  Vector next;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) next.value[i] = next_ema(old.value[i], param.value[i]);
+  return next;
+}
+
+// To memory, rounded as the launch says.
+template <typename Kernel, typename DTypes, typename Arguments>
+__device__ __forceinline__ void StoreElements(const Arguments& args, const ChunkPlace& place,
+                                              DTypes dtypes, const Vector& param,
+                                              const RawVector& ema, const VectorNoise& noise,
+                                              const HyperTerms& terms, const VectorUpdate& next) {
+  const LaunchOptions& options = args.options;
+  const Slots slots = SlotsOf<Kernel>(options);
+  const auto store = [&](DType dtype, int slot, const RawVector& raw) {
+    StoreRaw(dtype, args.table.buffer(place.leaf, slot), place.span, raw);
+  };
+  const auto round = [&](bool stochastic, DType dtype, const Vector& vector,
+                         const PhiloxWords& words, int shift) {
+    return Kernel::kHasNoise && stochastic && dtype != DType::kFloat32
+               ? FromFloatStochastic(dtype, vector, words, shift)
+               : FromFloat(dtype, vector);
+  };
+  const bool stochastic_param =
+      Kernel::kIsGeneral && options.stochastic_params && dtypes.param == DType::kBfloat16;
+  const RawVector out =
+      round(stochastic_param, dtypes.param, next.out, noise.param, kParamNoiseShift);
+  store(dtypes.param, slots.out, out);
+  const bool stochastic = options.stochastic_moments;
+  store(dtypes.mu, slots.mu, round(stochastic, dtypes.mu, next.mu, noise.moments, kMuNoiseShift));
+  store(dtypes.nu, slots.nu, round(stochastic, dtypes.nu, next.nu, noise.moments, kNuNoiseShift));
+  if (Kernel::kHasMax) store(dtypes.nu, slots.nu_max, FromFloat(dtypes.nu, next.nu_max));
+  if (!Kernel::kHasExtras) return;
+  if (options.has_copies) store(dtypes.copy, slots.copy_out, FromFloat(dtypes.copy, next.out));
+  if (options.has_ema) {
+    const Vector average =
+        UpdateEma(MakeEma(terms), dtypes.param, options.write_params, out, param, ema);
+    store(DType::kFloat32, slots.ema_out, FromFloat(DType::kFloat32, average));
+  }
+}
+
+}  // namespace jfa::cuda
+
+#endif  // JAX_FUSED_ADAMW_CC_CUDA_ELEMENTS_CUH_

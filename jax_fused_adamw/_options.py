@@ -1,0 +1,67 @@
+"""What an optimizer was told when it was made, and what a step may be told."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from jax_fused_adamw._hyperparams import ScalarOrSchedule
+from jax_fused_adamw._stats import GradReport
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Checked arguments of ``fused_adamw``."""
+
+    learning_rate: ScalarOrSchedule
+    b1: Any
+    b2: Any
+    eps: Any
+    eps_root: Any
+    weight_decay: Any
+    mask: Any
+    nesterov: bool
+    amsgrad: str  # one of _operands.AMSGRAD_KINDS
+    clip: str  # one of _operands.CLIP_KINDS
+    max_grad: Any  # what it limits; infinite without
+    skip_nonfinite: bool
+    maximize: bool
+    mu_dtype: str
+    nu_dtype: str
+    master_weights: bool
+    stochastic_moments: bool  # and some moments are below float32
+    stochastic_params: bool
+    seed: Any
+    ema_decay: Any  # None without an average
+    compute_dtype: str | None
+    alias: bool
+    in_place: bool
+    bucket_bytes: int
+    implementation: str
+
+    @property
+    def analyses(self) -> bool:
+        """Whether a step needs statistics of its gradients."""
+        return self.clip == "norm" or self.skip_nonfinite
+
+    @property
+    def state_dtypes(self) -> dict[str, str]:
+        """The trees of the state that have leaves for parameters, and their dtypes."""
+        dtypes = {
+            "mu": self.mu_dtype,
+            "nu": self.nu_dtype,
+            "nu_max": None if self.amsgrad == "off" else self.nu_dtype,
+            "master": "float32" if self.master_weights else None,
+            "ema": None if self.ema_decay is None else "float32",
+            "compute": self.compute_dtype,
+        }
+        return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
+
+
+class StepControl(NamedTuple):
+    """What a step may be told besides its gradients: data, on the device or not.
+
+    As the arguments of the same names of ``update`` and :func:`step`.
+    """
+
+    gradient_scale: Any = 1.0  # the gradients are divided by it once
+    skip_update: Any = False  # bool or integer scalar: non-zero skips the step
+    report: GradReport | None = None  # takes the place of the step's own analysis

@@ -1,0 +1,196 @@
+"""The optimizer's state: made, checked, and found inside other states."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fused_adamw import _checks
+from jax_fused_adamw._export import saved_by_name
+from jax_fused_adamw._options import Options
+from jax_fused_adamw._shardings import is_empty, zeros_like
+from jax_fused_adamw._stats import no_report
+
+
+@saved_by_name
+class FusedAdamWState(NamedTuple):
+    """State of :func:`fused_adamw`; what an option does not need is None.
+
+    The names are optax's, so ``optax.tree.get(state, "mu")`` works. ``master`` and
+    ``compute`` have None in the place of a parameter that needs none: JAX's own empty
+    node, which jit, checkpoints and ``jax.export`` know.
+    """
+
+    count: jax.Array  # int32[]: applied steps, saturating
+    mu: Any  # leaves of mu_dtype: first moment
+    nu: Any  # leaves of nu_dtype: second moment
+    nu_max: Any  # leaves of nu_dtype with amsgrad: the running maximum
+    master: Any  # float32 leaves of low-precision parameters, with master_weights
+    ema: Any  # float32 leaves with ema_decay: average of the parameters
+    skipped: jax.Array  # int32[]: skipped steps, saturating
+    consecutive: jax.Array  # int32[]: steps skipped since the last applied one
+    report: Any  # GradReport of the last step, where gradients are analysed
+    compute: Any  # leaves of compute_dtype: copies of float32 parameters
+
+
+def init_state(options: Options, params: Any) -> FusedAdamWState:
+    """The state before the first step; for params None, that of no parameters."""
+    _checks.check_params(params)
+
+    def zeros(dtype: str) -> Any:
+        # One buffer a leaf: donating the state must never donate a buffer twice.
+        return zeros_like(
+            params, lambda _: dtype, partitioned=options.implementation == "ffi"
+        )
+
+    dtypes = options.state_dtypes
+    return FusedAdamWState(
+        count=jnp.zeros((), jnp.int32),
+        mu=zeros(options.mu_dtype),
+        nu=zeros(options.nu_dtype),
+        nu_max=zeros(options.nu_dtype) if "nu_max" in dtypes else None,
+        skipped=jnp.zeros((), jnp.int32),
+        consecutive=jnp.zeros((), jnp.int32),
+        report=no_report() if options.analyses else None,
+        **copies_of(options, params),
+    )
+
+
+def copies_of(options: Options, params: Any) -> dict[str, Any]:
+    """The trees of a state that hold the parameters themselves, in other dtypes."""
+    dtypes = options.state_dtypes
+    return {
+        name: copy(_checks.params_with(name, params), dtypes[name])
+        if name in dtypes
+        else None
+        for name in ("master", "ema", "compute")
+    }
+
+
+def copy(tree: Any, dtype: Any) -> Any:
+    """Rounded to nearest, in buffers of their own."""
+    return jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), tree)
+
+
+def check_state(options: Options, state: FusedAdamWState, params: Any) -> None:
+    """Raises unless ``state`` is one of these options for these parameters."""
+    dtypes = options.state_dtypes
+    told = {
+        "nu_max": f"amsgrad is {options.amsgrad!r}",
+        "master": f"master_weights is {options.master_weights}",
+        "ema": f"ema_decay is {options.ema_decay}",
+        "compute": f"compute_dtype is {options.compute_dtype}",
+    }
+    for name, option in told.items():
+        tree = getattr(state, name)
+        # Of no leaves, a tree may be an empty None.
+        has_leaves = bool(jax.tree.leaves(_checks.params_with(name, params)))
+        if has_leaves and (tree is not None) != (name in dtypes):
+            has = "has no" if tree is None else "has a"
+            raise ValueError(
+                f"fused_adamw: the state {has} {name}, but {option}; use the state "
+                "with the options it was made with"
+            )
+    if (state.report is not None) != options.analyses:
+        has = "has no" if state.report is None else "has a"
+        wants = "analyses" if options.analyses else "does not analyse"
+        raise ValueError(
+            f"fused_adamw: the state {has} report, but the optimizer {wants} gradients "
+            "(max_grad_norm, skip_nonfinite); use the state with the options it was "
+            "made with"
+        )
+    for name, dtype in dtypes.items():
+        if getattr(state, name) is not None or name in ("mu", "nu"):
+            _checks.check_state_tree(
+                name, getattr(state, name), params, np.dtype(dtype)
+            )
+    for name in ("count", "skipped", "consecutive"):
+        _checks.check_counter(name, getattr(state, name))
+
+
+def check_state_type(state: Any) -> None:
+    """Raises TypeError for what is no state of ours."""
+    if not is_ours(state):
+        raise TypeError(
+            f"fused_adamw: state must be a FusedAdamWState, got "
+            f"{type(state).__name__}; pass what init or the previous step returned, in "
+            "the order update(grads, state, params)"
+        )
+
+
+def is_ours(node: Any) -> bool:
+    return isinstance(node, FusedAdamWState)
+
+
+def states_in(opt_state: Any) -> list[FusedAdamWState]:
+    """Every state of ours inside one of any optax transformation."""
+    return [
+        node for node in jax.tree.leaves(opt_state, is_leaf=is_ours) if is_ours(node)
+    ]
+
+
+def map_states(
+    function: Callable[[FusedAdamWState], FusedAdamWState], opt_state: Any
+) -> Any:
+    """An optimizer's state with every state of ours in it replaced."""
+    return jax.tree.map(
+        lambda node: function(node) if is_ours(node) else node,
+        opt_state,
+        is_leaf=is_ours,
+    )
+
+
+def map_beside(
+    name: str, function: Callable[[Any, Any, Any], Any], tree: Any, params: Any
+) -> Any:
+    """Maps a tree of a state of ours together with all parameters of the optimizer.
+
+    Where the tree has nothing (None, or ``optax.MaskedNode`` for what is not in this
+    optimizer's group), nor has the result.
+
+    Args:
+      name: of the tree, for messages.
+      function: of a path, a leaf of the tree and its parameter.
+      tree: of :class:`FusedAdamWState`.
+      params: of the whole optimizer.
+    """
+
+    def call(path: Any, leaf: Any, param: Any) -> Any:
+        if is_empty(leaf):
+            return leaf
+        if getattr(param, "shape", None) != leaf.shape:
+            raise ValueError(
+                f"fused_adamw: {_checks.leaf_name(f'state.{name}', path)} has shape "
+                f"{leaf.shape}, its parameter is {param!r}; pass the parameters that "
+                "the state belongs to"
+            )
+        return function(path, leaf, param)
+
+    try:
+        jax.tree.map(lambda *_: None, tree, params, is_leaf=is_empty)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"fused_adamw: the tree of state.{name} does not match params: {error}. "
+            "Pass the parameters that the state belongs to"
+        ) from error
+    return jax.tree_util.tree_map_with_path(call, tree, params, is_leaf=is_empty)
+
+
+def beside_params(
+    name: str, function: Callable[[Any, Any], Any], tree: Any, params: Any
+) -> Any:
+    """The parameters, those with a leaf in the tree replaced.
+
+    Args:
+      name: as for :func:`map_beside`, like ``tree`` and ``params``.
+      function: of a leaf of the tree and its parameter.
+    """
+    new = map_beside(name, lambda _, leaf, param: function(leaf, param), tree, params)
+    return jax.tree.map(
+        lambda leaf, param: param if is_empty(leaf) else leaf,
+        new,
+        params,
+        is_leaf=is_empty,
+    )
