@@ -204,23 +204,36 @@ void UpdateEma(const UpdateStep& step, const UpdateBlock& block, const Tile& til
   for (std::int64_t i = 0; i < n; ++i) ema_out[i] = next_ema(ema[i], param[i]);
 }
 
+// Whether the update loop writes all results where they belong.
+bool NeedsNoStores(const UpdateStep& step, const UpdateBlock& block) {
+  constexpr DType kF32 = DType::kFloat32;
+  return block.param_dtype == kF32 && step.mu_dtype == kF32 && step.nu_dtype == kF32 &&
+         block.copy_out == nullptr && !step.has_ema;
+}
+
+void StoreTiles(const UpdateStep& step, const UpdateBlock& block, const Tile& tile,
+                std::int64_t begin, TileBuffers* buffers) {
+  StoreMoments(step, block, tile, begin, buffers);
+  StoreOut(step, block, tile, begin, buffers);
+  if (block.copy_out != nullptr) {
+    StoreTileAs(block.copy_dtype, tile.out, block.copy_out, begin, tile.n);
+  }
+  if (step.has_ema) UpdateEma(step, block, tile, begin, buffers);
+}
+
 }  // namespace
 
 void UpdateOneBlock(const UpdateStep& step, const UpdateBlock& block) {
   if (step.skip) return SkipBlock(step, block);
   TileBuffers buffers;
   const UpdateTileFn update_tile = SelectUpdateTile(step);
+  const bool direct = NeedsNoStores(step, block);
   for (std::int64_t begin = 0; begin < block.num_elements; begin += kTileElements) {
     const std::int64_t left = block.num_elements - begin;
     const std::int64_t n = left < kTileElements ? left : kTileElements;
     const Tile tile = LoadTiles(step, block, begin, n, &buffers);
     update_tile(step.scalars, tile);
-    StoreMoments(step, block, tile, begin, &buffers);
-    StoreOut(step, block, tile, begin, &buffers);
-    if (block.copy_out != nullptr) {
-      StoreTileAs(block.copy_dtype, tile.out, block.copy_out, begin, n);
-    }
-    if (step.has_ema) UpdateEma(step, block, tile, begin, &buffers);
+    if (!direct) StoreTiles(step, block, tile, begin, &buffers);
   }
 }
 

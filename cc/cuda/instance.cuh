@@ -17,7 +17,10 @@ constexpr int UpdateBlocks(Grid grid, LeafClass leaf_class, Amsgrad amsgrad) {
   if (leaf_class == LeafClass::kFloat32 || leaf_class == LeafClass::kAnyDType) return 0;
   const int blocks = 9 - (grid == Grid::kLarge ? 0 : 1) - (amsgrad == Amsgrad::kOff ? 0 : 1) -
                      (leaf_class == LeafClass::kGeneral ? 1 : 0);
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  const bool is_general = leaf_class == LeafClass::kGeneral || leaf_class == LeafClass::kFirstStep;
+  return blocks - (is_general ? 1 : 0);  // code for sm_120 holds more
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   return blocks < 8 ? blocks : 8;  // a multiprocessor of sm_75 holds 1024 threads
 #else
   return blocks;
