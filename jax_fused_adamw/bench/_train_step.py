@@ -48,6 +48,8 @@ from jax_fused_adamw.bench._workloads import (
 )
 
 # A share of the distance between the least and the greatest of the reference's losses.
+# Embeddings, norms and gradients in bfloat16 take up 0.3 % of the distance in the first
+# 8 updates (GPTs of three sizes, CPU, 2026-11-30), other orders of addition 0.03 %.
 TOLERANCE = 0.01
 # After about ten updates of GPT-2 on a GPU, attention's sums in an order of chance have
 # taken a run 0.2 away from its own repetition (H200, cuDNN, 2026-11-29).
