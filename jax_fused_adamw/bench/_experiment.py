@@ -161,13 +161,15 @@ class _Expected:
         problem = row.variant(self._problem)
         optax_amsgrad = row.optax_amsgrad and problem.amsgrad
         norm = 0.0 if row.norm_error is None else self._norm(problem)
-        rule = _Rule(problem.dtype, optax_amsgrad, norm, row.kept)
+        # Copies are those of the row's own parameters.
+        kept = dataclasses.replace(row.kept, copies=False)
+        rule = _Rule(problem.dtype, optax_amsgrad, norm, kept)
         if rule not in self._references:
             self._bounds[rule] = rounding_bounds(
-                problem, self.iterations, optax_amsgrad, row.kept
+                problem, self.iterations, optax_amsgrad, kept
             )
             self._references[rule] = _check.reference(
-                problem, self.iterations, optax_amsgrad, norm, row.kept
+                problem, self.iterations, optax_amsgrad, norm, kept
             )
         expected = self._references[rule]
         if row.kept.copies:
