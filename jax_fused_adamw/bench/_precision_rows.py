@@ -3,7 +3,8 @@
 ``--rows`` names them; without it only the rows with two float32 moments are measured.
 optax has no stochastic rounding and no bfloat16 second moment, so that ``optax.adamw,
 bf16 mu`` is the nearest that it has to our ``step, bf16 moments``. An average and
-copies of the new parameters are what XLA makes of them in the same program.
+copies of the new parameters are what XLA makes of them in the same program. PyTorch's
+moments have the dtype of their parameters, so that it has no row here.
 """
 
 import functools
