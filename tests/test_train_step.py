@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from bench_helpers import reasons, statuses
+from bench_helpers import TOY_UPDATES, reasons, statuses, toy_workload
 
 from jax_fused_adamw import _ffi
 from jax_fused_adamw.bench import (
@@ -34,28 +34,6 @@ ALL_NAMES = [_train_step.GRADIENTS, *(each.name for each in OPTIMIZERS)]
 # Those that a workload in float32 has too.
 NAMES = ALL_NAMES[:6]
 PLAIN, CLIPPED, IF_FINITE, OURS, OURS_CLIPPED = NAMES[1:]
-TOY_UPDATES = 4
-
-
-def toy_workload():
-    """The same minibatch four times, so that the loss moves by the updates alone."""
-
-    def batch():
-        x = jax.random.normal(jax.random.key(0), (1, 8, 3)).repeat(TOY_UPDATES, axis=0)
-        return x, 5.0 + x.sum(-1)
-
-    def loss_fn(params, batch):
-        x, y = batch
-        return jnp.square(x @ params["w"] + params["b"][0] - y).mean()
-
-    return Workload(
-        name="toy",
-        step="minibatch update",
-        init=lambda: {"w": jnp.zeros(3), "b": jnp.zeros(1)},
-        make_batch=batch,
-        loss_fn=loss_fn,
-        updates=TOY_UPDATES,
-    )
 
 
 @pytest.fixture
