@@ -2,8 +2,14 @@
 
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
+
 from jax_fused_adamw.bench import _measure, _protocol
 from jax_fused_adamw.bench.__main__ import main
+from jax_fused_adamw.bench._workloads import Workload
+
+TOY_UPDATES = 4
 
 
 def statuses(results):
@@ -57,3 +63,24 @@ def on_a_gpu(monkeypatch, num_events):
 
     monkeypatch.setattr(_protocol, "has_profiler", lambda: True)
     monkeypatch.setattr(_protocol, "profile_device", profile_device)
+
+
+def toy_workload():
+    """The same minibatch four times, so that the loss moves by the updates alone."""
+
+    def batch():
+        x = jax.random.normal(jax.random.key(0), (1, 8, 3)).repeat(TOY_UPDATES, axis=0)
+        return x, 5.0 + x.sum(-1)
+
+    def loss_fn(params, batch):
+        x, y = batch
+        return jnp.square(x @ params["w"] + params["b"][0] - y).mean()
+
+    return Workload(
+        name="toy",
+        step="minibatch update",
+        init=lambda: {"w": jnp.zeros(3), "b": jnp.zeros(1)},
+        make_batch=batch,
+        loss_fn=loss_fn,
+        updates=TOY_UPDATES,
+    )

@@ -18,7 +18,7 @@ from jax_fused_adamw.bench._results import (
 )
 from jax_fused_adamw.bench._train_rows import OPTIMIZERS
 
-PLAIN, CLIPPED, _, OURS, OURS_CLIPPED = (each.name for each in OPTIMIZERS)
+PLAIN, CLIPPED, _, OURS, OURS_CLIPPED, *_ = (each.name for each in OPTIMIZERS)
 
 
 # --- Files ----------------------------------------------------------------------------

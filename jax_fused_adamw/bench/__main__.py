@@ -90,17 +90,19 @@ def _measure_optimizer_steps(options: argparse.Namespace, baseline, save):
     from jax_fused_adamw.bench import _experiment, _ladder, _results
 
     all_rows, kind = _experiment.ROWS, _results.Results
+    default = _experiment.DEFAULT_ROWS
     if options.sharded:
         from jax_fused_adamw.bench._mesh_rows import MESH_ROWS
 
         all_rows, kind = MESH_ROWS, _results.ShardedResults
+        default = MESH_ROWS
     _check_rows(options, all_rows)
     platform = _platform()
     if options.ladder:
         models, rows = _ladder.ladder_models(), _ladder.LADDER_ROWS
     else:
         models = _models(options, platform)
-        rows = [all_rows[name] for name in options.rows or all_rows]
+        rows = [all_rows[name] for name in options.rows or default]
     if baseline is not None:
         setting = {"dtype": options.dtype, "amsgrad": options.amsgrad}
         _check_baseline(baseline, kind, setting, limit={})

@@ -18,17 +18,21 @@ import jax_fused_adamw as jfa
 from jax_fused_adamw.bench._problem import (
     B1,
     B2,
+    EMA_DECAY,
     EPS,
     GRADIENT_SCALE,
     LEARNING_RATE,
     MAX_GRAD_NORM,
+    PARAMETER_SCALE,
     START_COUNT,
     WEIGHT_DECAY,
+    Kept,
     Numbers,
     Problem,
 )
 
 _ULP = 2.0**-23
+_FLOAT32 = Kept()
 _PIECE = 256  # elements, of which float32 sums are still nearly exact
 
 
@@ -46,34 +50,71 @@ def _sums_of_squares(grad):
 
 
 def reference(
-    problem: Problem, steps: int, optax_amsgrad: bool, norm: float = 0.0
+    problem: Problem,
+    steps: int,
+    optax_amsgrad: bool,
+    norm: float = 0.0,
+    kept: Kept = _FLOAT32,
 ) -> Numbers:
-    """Parameters and moments after ``steps`` applied steps.
+    """Parameters and moments after ``steps`` applied steps, all in float32.
 
     Args:
       problem: where to start, with the gradients.
       steps: how many.
       optax_amsgrad: with AMSGrad, whether the rule is that of ``optax.amsgrad``.
       norm: of all gradients, to clip them by; 0 leaves them as they are.
+      kept: what the state is; where it stores less than float32, only the start is
+        rounded to it.
     """
     norm = np.float32(norm) if norm > MAX_GRAD_NORM else None
-    amsgrad = problem.amsgrad and ("optax" if optax_amsgrad else True)
-    start = problem.start()
-    nu_max = start.nu_max or [None] * len(start.params)
+    amsgrad = amsgrad_rule(problem, optax_amsgrad)
+    start = kept.rounded(problem.start())
+    start = start._replace(ema=problem.start_ema() if kept.ema else ())
     done = [
         _reference_leaf(amsgrad, leaf, grad, norm, steps)
-        for leaf, grad in zip(
-            zip(start.params, start.mu, start.nu, nu_max), problem.grads, strict=True
-        )
+        for leaf, grad in zip(leaves_of(start), problem.grads, strict=True)
     ]
-    params, mu, nu, nu_max = map(list, zip(*done, strict=True))
-    return Numbers(params, mu, nu, nu_max if amsgrad else [])
+    return collect(done)
+
+
+def amsgrad_rule(problem: Problem, optax_amsgrad: bool) -> bool | str:
+    return problem.amsgrad and ("optax" if optax_amsgrad else True)
+
+
+def leaves_of(numbers: Numbers) -> list[Numbers]:
+    """The parts of each leaf; None where there are none."""
+    nothing = [None] * len(numbers.params)
+    parts = zip(*(part or nothing for part in numbers), strict=True)
+    return [Numbers(*leaf) for leaf in parts]
+
+
+def collect(leaves: Sequence[Numbers]) -> Numbers:
+    """What :func:`leaves_of` took apart."""
+    parts = zip(*leaves, strict=True)
+    return Numbers(*([] if part[0] is None else list(part) for part in parts))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _reference_leaf(amsgrad, leaf, grad, norm, steps):
     if norm is not None:
         grad = grad.astype(jnp.float32) / norm * MAX_GRAD_NORM
+    tx, state = reference_state(amsgrad, leaf)
+
+    def body(_, carry):
+        param, state, ema = carry
+        param, state = jfa.step(tx, grad, state, param)
+        if ema is not None:
+            ema = EMA_DECAY * ema + (1 - EMA_DECAY) * param
+        return param, state, ema
+
+    param, state, ema = lax.fori_loop(0, steps, body, (leaf.params, state, leaf.ema))
+    return Numbers(param, state.mu, state.nu, state.nu_max, ema, None)
+
+
+def reference_state(
+    amsgrad: bool | str, leaf: Numbers
+) -> tuple[jfa.FusedAdamW, jfa.FusedAdamWState]:
+    """The plain-JAX twin, and its state for one leaf of the start."""
     tx = jfa.fused_adamw(
         LEARNING_RATE,
         b1=B1,
@@ -84,15 +125,12 @@ def _reference_leaf(amsgrad, leaf, grad, norm, steps):
         amsgrad=amsgrad,
         implementation="xla",
     )
-    param, mu, nu, nu_max = leaf
-    count = jnp.array(START_COUNT, jnp.int32)
-    state = tx.init(param)._replace(count=count, mu=mu, nu=nu, nu_max=nu_max)
-
-    def body(_, carry):
-        return jfa.step(tx, grad, carry[1], carry[0])
-
-    param, state = lax.fori_loop(0, steps, body, (param, state))
-    return param, state.mu, state.nu, state.nu_max
+    return tx, tx.init(leaf.params)._replace(
+        count=jnp.array(START_COUNT, jnp.int32),
+        mu=leaf.mu,
+        nu=leaf.nu,
+        nu_max=leaf.nu_max,
+    )
 
 
 def tolerances(
@@ -125,14 +163,28 @@ def tolerances(
     rounding = remembered * _ULP / 4 * GRADIENT_SCALE**2
     clipping = remembered * (1 - B2) * 2 * norm_error * clipped**2
     nu = (rounding + clipping, remembered * 3 * _ULP)
-    return {"params": params, "mu": mu, "nu": nu, "nu_max": (nu[0], nu[1] + 5e-5)}
+    # Three roundings a step of terms within the parameters' scale, hardly forgotten,
+    # and the error of the parameters that it takes in.
+    taken_in = (1 - EMA_DECAY**steps) * params[0]
+    ema = (steps * 3 * _ULP / 2 * PARAMETER_SCALE + taken_in, 0.0)
+    return {
+        "params": params,
+        "mu": mu,
+        "nu": nu,
+        "nu_max": (nu[0], nu[1] + 5e-5),
+        "ema": ema,
+        "compute": (0.0, 0.0),
+    }
 
 
 EXACT = dict.fromkeys(Numbers._fields, (0.0, 0.0))
 
 
 def difference(
-    got: Numbers, expected: Numbers, allowed: dict[str, tuple[float, float]]
+    got: Numbers,
+    expected: Numbers,
+    allowed: dict[str, tuple[float, float]],
+    bounds: Numbers | None = None,
 ) -> str | None:
     """Says where the numbers are wrong and by how much; None where they are right.
 
@@ -140,12 +192,16 @@ def difference(
       got: after a batch.
       expected: of :func:`reference`, or the start state of skipped steps.
       allowed: of :func:`tolerances`, or ``EXACT``.
+      bounds: what is allowed of each element on top of that; None is nothing.
     """
     checks = {}
     for name in Numbers._fields:
         pairs = zip(getattr(got, name), getattr(expected, name), strict=True)
+        more = getattr(bounds, name, None) or ()
         for i, (a, b) in enumerate(pairs):
-            checks[name, i] = _worst(a, b, *allowed[name])
+            absolute, relative = allowed[name]
+            absolute = absolute + more[i] if more else absolute
+            checks[name, i] = _worst(a, b, absolute, relative)
             if b.sharding.num_devices > 1:
                 # Several such programs in flight have stopped XLA:CPU for ever, each
                 # device waiting in the all-reduce of another one.
@@ -159,6 +215,7 @@ def difference(
                 f"{name} of leaf {i} {leaf.shape}: {num_wrong} of {leaf.size} elements "
                 f"differ from the reference by up to {largest:.1e}, where "
                 f"{absolute:.1e} + {relative:.1e} * |x| is allowed"
+                + (" on top of its bfloat16 moments' rounding" if bounds else "")
             )
     return None
 
@@ -166,6 +223,7 @@ def difference(
 @jax.jit
 def _worst(got, expected, absolute, relative):
     """How many elements are out of tolerance, and the largest difference of them."""
+    got, expected = got.astype(jnp.float32), expected.astype(jnp.float32)
     distance = jnp.abs(got - expected)
     # Negated, so that a NaN is wrong.
     wrong = ~(distance <= absolute + relative * jnp.abs(expected))

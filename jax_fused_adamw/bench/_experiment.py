@@ -2,9 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jax_fused_adamw.bench import _check, _problem, _protocol
 from jax_fused_adamw.bench._clip_rows import CLIP_ROWS
@@ -14,7 +15,8 @@ from jax_fused_adamw.bench._measure import (
     measure_limit,
     percent_of_limit,
 )
-from jax_fused_adamw.bench._problem import Numbers, Problem, Row
+from jax_fused_adamw.bench._precision_rows import PRECISION_ROWS
+from jax_fused_adamw.bench._problem import Kept, Numbers, Problem, Row
 from jax_fused_adamw.bench._protocol import Entry
 from jax_fused_adamw.bench._results import (
     MEASURED,
@@ -24,11 +26,15 @@ from jax_fused_adamw.bench._results import (
     Spread,
     comparable_us,
 )
+from jax_fused_adamw.bench._rounding import rounding_bounds
 from jax_fused_adamw.bench._rows import JAX_ROWS
 from jax_fused_adamw.bench._shapes import Leaves, num_parameters
 from jax_fused_adamw.bench._torch import TORCH_ROWS
 
-ROWS = {row.name: row for row in (*JAX_ROWS, *TORCH_ROWS, *CLIP_ROWS)}
+_FLOAT32_ROWS = (*JAX_ROWS, *TORCH_ROWS, *CLIP_ROWS)
+# Those that are measured where none is named, and all that may be named.
+DEFAULT_ROWS = tuple(row.name for row in _FLOAT32_ROWS)
+ROWS = {row.name: row for row in (*_FLOAT32_ROWS, *PRECISION_ROWS)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +91,9 @@ def run_bench(
 
 
 def describe_setting(options: Options) -> dict[str, Any]:
-    names = ("LEARNING_RATE", "B1", "B2", "EPS", "WEIGHT_DECAY", "START_COUNT")
-    hyperparameters = {
-        name.lower(): getattr(_problem, name) for name in (*names, "MAX_GRAD_NORM")
-    }
+    names = ["LEARNING_RATE", "B1", "B2", "EPS", "WEIGHT_DECAY", "START_COUNT"]
+    names += ["MAX_GRAD_NORM", "EMA_DECAY"]
+    hyperparameters = {name.lower(): getattr(_problem, name) for name in names}
     return {**dataclasses.asdict(options), **hyperparameters}
 
 
@@ -131,13 +136,23 @@ def _measure_model(
     return ModelResult(name, len(leaves), num_parameters(leaves), results)
 
 
+class _Rule(NamedTuple):
+    """Rows of which this is the same end with the same numbers."""
+
+    dtype: str  # of the gradients
+    optax_amsgrad: bool
+    norm: float
+    kept: Kept
+
+
 class _Expected:
     """What a batch must end with, computed when it is first asked for."""
 
     def __init__(self, problem: Problem, iterations: int):
         self._problem, self.iterations = problem, iterations
         self._norms: dict[str, float] = {}
-        self._references: dict[tuple[str, bool, float], Numbers] = {}
+        self._references: dict[_Rule, Numbers] = {}
+        self._bounds: dict[_Rule, Numbers | None] = {}
 
     def difference(self, row: Row, numbers: Numbers) -> str | None:
         if row.skips:
@@ -146,13 +161,22 @@ class _Expected:
         problem = row.variant(self._problem)
         optax_amsgrad = row.optax_amsgrad and problem.amsgrad
         norm = 0.0 if row.norm_error is None else self._norm(problem)
-        key = problem.dtype, optax_amsgrad, norm
-        if key not in self._references:
-            self._references[key] = _check.reference(
-                problem, self.iterations, optax_amsgrad, norm
+        # Copies are those of the row's own parameters.
+        kept = dataclasses.replace(row.kept, copies=False)
+        rule = _Rule(problem.dtype, optax_amsgrad, norm, kept)
+        if rule not in self._references:
+            self._bounds[rule] = rounding_bounds(
+                problem, self.iterations, optax_amsgrad, kept
             )
+            self._references[rule] = _check.reference(
+                problem, self.iterations, optax_amsgrad, norm, kept
+            )
+        expected = self._references[rule]
+        if row.kept.copies:
+            copies = [param.astype(jnp.bfloat16) for param in numbers.params]
+            expected = expected._replace(compute=copies)
         allowed = _check.tolerances(self.iterations, norm, row.norm_error or 0.0)
-        return _check.difference(numbers, self._references[key], allowed)
+        return _check.difference(numbers, expected, allowed, self._bounds[rule])
 
     def _norm(self, problem: Problem) -> float:
         if problem.dtype not in self._norms:

@@ -102,9 +102,8 @@ class MeshProblem:
 
     def place(self, numbers: Numbers) -> Numbers:
         """The numbers cut as the moments are."""
-        return Numbers(
-            *(jax.device_put(part, self.placements if part else []) for part in numbers)
-        )
+        parts = [jax.device_put(x, self.placements if x else x) for x in numbers]
+        return Numbers(*parts)
 
     def state_placements(self, state: Any) -> Any:
         """Of an optimizer's state: moments are cut, scalars are on every device."""

@@ -33,7 +33,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     _add_models(parser.add_argument_group("what to update"))
-    add("--rows", nargs="+", metavar="ROW", help="some of the rows (default: all)")
+    add(
+        "--rows",
+        nargs="+",
+        metavar="ROW",
+        help="some of the rows (default: all whose state is two float32 moments)",
+    )
     add(
         "--ladder",
         action="store_true",

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -25,15 +25,22 @@ PARAMETER_SCALE = 0.1
 # Gradients of 10,000 parameters already have a norm of 0.58. Those of the largest shape
 # keep 0.3 % of their length, still well beyond what the check allows.
 MAX_GRAD_NORM = 0.5
+EMA_DECAY = 0.999
 
 
 class Numbers(NamedTuple):
-    """Parameters and moments, one array a leaf; nu_max is empty without AMSGrad."""
+    """Parameters and moments, one array a leaf.
+
+    What a row does not have is empty: ``nu_max`` without AMSGrad, ``ema`` without an
+    average of the parameters, ``compute`` without copies of them.
+    """
 
     params: list[jax.Array]
     mu: list[jax.Array]
     nu: list[jax.Array]
     nu_max: list[jax.Array]
+    ema: Sequence[jax.Array] = ()
+    compute: Sequence[jax.Array] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +74,10 @@ class Problem:
             # Above nu in half of the elements, below it in the others.
             nu_max=self._fill(4, _squared, GRADIENT_SCALE) if self.amsgrad else [],
         )
+
+    def start_ema(self) -> list[jax.Array]:
+        """An average that is far from the parameters, so that its decay shows."""
+        return self._fill(5, _signed, PARAMETER_SCALE)
 
     def _fill(
         self, kind: int, function: Callable, scale: float, dtype: str = "float32"
@@ -125,6 +136,40 @@ class Stepper(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Kept:
+    """What a row's state keeps besides, or instead of, two float32 moments.
+
+    Attributes:
+      mu_error: how far a first moment may be from the exact one because it is stored in
+        bfloat16, relatively and for each step; 0 where it is float32.
+      nu_error: the same of the second moment.
+      product_error: how far b1 times the stored first moment may be from the exact
+        product, relatively.
+      ema: whether there is an average of the parameters.
+      copies: whether there are bfloat16 copies of the parameters.
+    """
+
+    mu_error: float = 0.0
+    nu_error: float = 0.0
+    product_error: float = 0.0
+    ema: bool = False
+    copies: bool = False
+
+    def rounded(self, start: Numbers) -> Numbers:
+        """The start state as it can be stored, in float32."""
+
+        def stored(moments: list[jax.Array], error: float) -> list[jax.Array]:
+            dtype = jnp.bfloat16 if error else jnp.float32
+            return [x.astype(dtype).astype(jnp.float32) for x in moments]
+
+        return start._replace(
+            mu=stored(start.mu, self.mu_error),
+            nu=stored(start.nu, self.nu_error),
+            nu_max=stored(start.nu_max, self.nu_error),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Row:
     """One way to take the step.
 
@@ -141,6 +186,7 @@ class Row:
       norm_error: how far from the exact global norm the row's may be, relatively; None
         where the row does not clip by it.
       peer: name of the row of optax that follows the same rule.
+      kept: what its state is.
     """
 
     name: str
@@ -153,6 +199,7 @@ class Row:
     dtype: str | None = None
     norm_error: float | None = None
     peer: str = "optax.adamw"
+    kept: Kept = Kept()
 
     def variant(self, problem: Problem) -> Problem:
         """The problem with this row's gradients."""

@@ -52,18 +52,26 @@ class JaxStepper:
 
     def start(self) -> None:
         numbers = self._problem.start()
-        moments = {
-            name: value for name, value in numbers._asdict().items() if name != "params"
-        }
-        if not self._problem.amsgrad:
-            del moments["nu_max"]
-        count = jnp.array(START_COUNT, jnp.int32)
         self._params = numbers.params
-        self._state = optax.tree.set(
-            self._tx.init(numbers.params), count=count, **moments
-        )
+        self._state = self._start_state(numbers)
         self._grads = self._problem.grads
         jax.block_until_ready((self._params, self._state))
+
+    def _start_state(self, numbers: Numbers) -> Any:
+        """The transformation's own state with the problem's numbers in its dtypes."""
+        state = self._tx.init(self._params)
+        state = optax.tree.set(state, count=jnp.array(START_COUNT, jnp.int32))
+        trees = {"mu": numbers.mu, "nu": numbers.nu}
+        if self._problem.amsgrad:
+            trees["nu_max"] = numbers.nu_max
+        if optax.tree.get(state, "ema"):
+            trees["ema"] = self._problem.start_ema()
+        # One at a time: optax looks for the others only outside of what it has set.
+        for name, tree in trees.items():
+            old = optax.tree.get(state, name)
+            tree = jax.tree.map(lambda x, y: x.astype(y.dtype), tree, old)
+            state = optax.tree.set(state, **{name: tree})
+        return state
 
     def run(self, steps: int) -> None:
         params, state = self._params, self._state
@@ -72,9 +80,9 @@ class JaxStepper:
         self._params, self._state = jax.block_until_ready((params, state))
 
     def numbers(self) -> Numbers:
-        nu_max = optax.tree.get(self._state, "nu_max", [])
-        mu, nu = (optax.tree.get(self._state, name) for name in ("mu", "nu"))
-        return Numbers(self._params, mu, nu, nu_max or [])
+        names = ("mu", "nu", "nu_max", "ema", "compute")
+        trees = [optax.tree.get(self._state, name) or [] for name in names]
+        return Numbers(self._params, *trees)
 
     def release(self) -> None:
         self._params = self._state = self._grads = None
@@ -167,7 +175,9 @@ def _build(problem: Problem, tx: Any, step: Step, **options: Any) -> JaxStepper:
     return JaxStepper(problem, tx, step, **options)
 
 
-def optax_transformation(problem: Problem) -> optax.GradientTransformation:
+def optax_transformation(
+    problem: Problem, mu_dtype: Any = None
+) -> optax.GradientTransformation:
     """``optax.adamw``; AMSGrad, which it has not, is put together the same way."""
     if not problem.amsgrad:
         return optax.adamw(
@@ -176,13 +186,13 @@ def optax_transformation(problem: Problem) -> optax.GradientTransformation:
             b2=B2,
             eps=EPS,
             eps_root=0.0,
-            mu_dtype=None,
+            mu_dtype=mu_dtype,
             weight_decay=WEIGHT_DECAY,
             mask=None,
             nesterov=False,
         )
     return optax.chain(
-        optax.scale_by_amsgrad(b1=B1, b2=B2, eps=EPS, eps_root=0.0, mu_dtype=None),
+        optax.scale_by_amsgrad(b1=B1, b2=B2, eps=EPS, eps_root=0.0, mu_dtype=mu_dtype),
         optax.add_decayed_weights(WEIGHT_DECAY, mask=None),
         optax.scale_by_learning_rate(LEARNING_RATE, flip_sign=True),
     )
@@ -192,6 +202,7 @@ def build_optax(
     problem: Problem,
     wrap: Callable[..., optax.GradientTransformation] = lambda tx: tx,
     stepper: type[JaxStepper] | None = None,
+    mu_dtype: Any = None,
 ) -> JaxStepper:
     """A step in optax alone.
 
@@ -199,8 +210,9 @@ def build_optax(
       problem: of the row.
       wrap: makes what is measured from :func:`optax_transformation`.
       stepper: takes the steps; None is :class:`JaxStepper`.
+      mu_dtype: of the first moment; None is float32.
     """
-    tx = wrap(optax_transformation(problem))
+    tx = wrap(optax_transformation(problem, mu_dtype))
     step = _protocol_step(tx)
 
     def widened_step(params, state, grads):
@@ -241,7 +253,7 @@ class StagedStepper:
         self._count = jnp.array(START_COUNT, jnp.int32)
 
     def run(self, steps: int) -> None:
-        params, mu, nu, nu_max = self._numbers
+        params, mu, nu, nu_max, *_ = self._numbers
         for _ in range(steps):
             self._count = self._tick(self._count)
             for i, grad in enumerate(self._problem.grads):

@@ -143,6 +143,7 @@ class _OnMesh:
     def __init__(self, optimizer: Optimizer, mesh: Mesh):
         self._optimizer, self._mesh = optimizer, mesh
         self.ours, self.make = optimizer.ours, optimizer.make
+        self.value_and_grad = optimizer.value_and_grad
 
     def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         results = self._optimizer.update(self._cut(grads), state, params)

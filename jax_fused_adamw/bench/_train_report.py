@@ -52,11 +52,12 @@ def print_results(results: TrainResults) -> None:
                 print(f"  {row.name} without CUDA graphs: {row.no_graphs_reason}")
     print(
         "\noptimizer %: what a step takes longer than a program that returns loss and"
-        "\ngradients, as a share of the step; of device time where there is a profiler,"
-        "\nelse of wall time. no graphs: wall time without CUDA graphs; the profiler"
-        "\nnever sees them. A row's losses are within "
-        f"{setting['tolerance']:.0%} of optax's with the same\n"
-        "rule, measured on the distance that these move."
+        "\nfloat32 gradients, as a share of the step; of device time where there is a"
+        "\nprofiler, else of wall time. bf16 grads: of the copies that a step has"
+        "\nwritten, which may take less than that program. no graphs: wall time without"
+        "\nCUDA graphs; the profiler never sees them. A row's losses are within "
+        f"{setting['tolerance']:.0%} of\noptax's with the same rule, measured on the "
+        "distance that these move."
     )
 
 

@@ -11,7 +11,7 @@ import optax
 
 import jax_fused_adamw as jfa
 from jax_fused_adamw.bench._rows import peak_bytes_of, require_kernel
-from jax_fused_adamw.bench._workloads import Workload
+from jax_fused_adamw.bench._workloads import LossFn, Workload, value_and_grad
 
 LEARNING_RATE = 3e-4
 WEIGHT_DECAY = 0.01
@@ -28,12 +28,28 @@ class Optimizer:
       make: makes the transformation.
       peer: name of the row of optax that follows the same rule, perhaps itself.
       ours: whether ``jfa.step`` takes the step, instead of optax's protocol.
+      compute_dtype: of the copies of the parameters that a step writes, with respect to
+        which the next one's gradients are; None takes those of the parameters.
     """
 
     name: str
     make: Callable[[], optax.GradientTransformation]
     peer: str
     ours: bool = False
+    compute_dtype: str | None = None
+
+    def suits(self, workload: Workload) -> bool:
+        """Whether what the workload computes with loses nothing to the copies."""
+        return self.compute_dtype in (None, workload.activations)
+
+    def value_and_grad(
+        self, loss_fn: LossFn, state: Any, params: Any, batch: Any
+    ) -> tuple[jax.Array, Any]:
+        if self.compute_dtype is None:
+            return value_and_grad(loss_fn, state, params, batch)
+        copies = jfa.compute_params(state, params)
+        of_copies = jfa.value_and_grad(loss_fn, compute_dtype=self.compute_dtype)
+        return of_copies(params, batch, compute_params=copies)
 
     def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         if self.ours:
@@ -58,6 +74,16 @@ def _if_finite(tx: optax.GradientTransformation) -> optax.GradientTransformation
     return optax.apply_if_finite(tx, MAX_ERRORS)
 
 
+def _with_bf16_grads(name: str, peer: str, **options: Any) -> Optimizer:
+    return Optimizer(
+        f"bf16 grads, {name}",
+        lambda: _fused(compute_dtype="bfloat16", **options),
+        peer,
+        ours=True,
+        compute_dtype="bfloat16",
+    )
+
+
 _ADAMW, _CLIP = "optax.adamw", "clip, optax.adamw"
 CLIPPED = Optimizer(_CLIP, lambda: _clipped(_adamw()), _CLIP)
 OURS_CLIPPED = Optimizer(
@@ -72,6 +98,8 @@ OPTIMIZERS = (
     Optimizer(f"if finite, {_CLIP}", lambda: _if_finite(_clipped(_adamw())), _CLIP),
     Optimizer("fused_adamw", lambda: _fused(), _ADAMW, ours=True),
     OURS_CLIPPED,
+    _with_bf16_grads("fused_adamw", _ADAMW),
+    _with_bf16_grads(OURS_CLIPPED.name, _CLIP, max_grad_norm=MAX_NORM),
 )
 
 
@@ -95,7 +123,8 @@ class TrainStepper:
         self._workload, self._optimizer = workload, optimizer
         step, donated = workload.gradients, ()
         if optimizer is not None:
-            step, donated = workload.train_step(optimizer.update), (0, 1)
+            step = workload.train_step(optimizer.update, optimizer.value_and_grad)
+            donated = (0, 1)
         arguments = self._example_arguments()
         started = time.perf_counter()
         lowered = jax.jit(step, donate_argnums=donated).lower(*arguments)

@@ -12,13 +12,25 @@ from jax import lax
 
 from jax_fused_adamw.bench import _gpt, _ppo
 
+# params, batch -> loss
+LossFn = Callable[[Any, Any], jax.Array]
 # optimizer update: grads, state, params -> params, state
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
+# loss_fn, state, params, batch -> loss, grads
+ValueAndGrad = Callable[[LossFn, Any, Any, Any], tuple[jax.Array, Any]]
+
+
+def value_and_grad(
+    loss_fn: LossFn, state: Any, params: Any, batch: Any
+) -> tuple[jax.Array, Any]:
+    """With respect to the parameters themselves, whatever the optimizer's state."""
+    del state
+    return jax.value_and_grad(loss_fn)(params, batch)
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A loss, first parameters, and the batch that every step takes.
+    """A loss, first float32 parameters, and the batch that every step takes.
 
     Attributes:
       name: with the size of the batch.
@@ -28,24 +40,28 @@ class Workload:
       loss_fn: ``params, batch -> loss``.
       updates: optimizer updates of a compiled step. More than one are a ``lax.scan``
         over the batch's first axis.
+      activations: dtype of what is computed with the parameters.
     """
 
     name: str
     step: str
     init: Callable[[], Any]
     make_batch: Callable[[], Any]
-    loss_fn: Callable[[Any, Any], jax.Array]
+    loss_fn: LossFn
     updates: int = 1
+    activations: str = "float32"
 
     @functools.cached_property
     def batch(self) -> Any:
         return jax.block_until_ready(self.make_batch())
 
-    def train_step(self, update: Update) -> Callable[..., tuple[Any, Any, jax.Array]]:
+    def train_step(
+        self, update: Update, value_and_grad: ValueAndGrad = value_and_grad
+    ) -> Callable[..., tuple[Any, Any, jax.Array]]:
         """The function ``params, state, batch -> params, state, losses``."""
 
         def one(params, state, batch):
-            loss, grads = jax.value_and_grad(self.loss_fn)(params, batch)
+            loss, grads = value_and_grad(self.loss_fn, state, params, batch)
             params, state = update(grads, state, params)
             return params, state, loss
 
@@ -92,6 +108,7 @@ def gpt_workload(config: _gpt.Config, batch: int, attention: str) -> Workload:
         loss_fn=functools.partial(
             _gpt.loss_fn, heads=config.heads, attention=attention
         ),
+        activations=jnp.dtype(_gpt.ACTIVATIONS).name,
     )
 
 
