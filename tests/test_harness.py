@@ -8,7 +8,7 @@ import sysconfig
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-PROGRAMS = ("update_test", "stats_test", "noise_test")
+PROGRAMS = ("update_test", "stats_test", "noise_test", "float64_test")
 
 
 def build_and_run(folder: pathlib.Path, *sanitizers: str) -> None:

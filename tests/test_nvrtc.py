@@ -83,7 +83,7 @@ def _compile(nvrtc, source, architecture, *options):
 
 
 # By the value of jfa::cuda::LeafClass, without an analysis, and the class that has one.
-KERNELS = [*((leaf_class, 0) for leaf_class in range(6)), (0, 1)]
+KERNELS = [*((leaf_class, 0) for leaf_class in range(7)), (0, 1)]
 
 
 @pytest.mark.parametrize("rule", range(6))
@@ -103,7 +103,7 @@ ARCHITECTURES = pytest.mark.parametrize("architecture", [75, 80, 86, 89, 90, 100
 
 
 @ARCHITECTURES
-@pytest.mark.parametrize("leaf_class, analyzing", [(0, 0), (0, 1), (3, 0), (5, 0)])
+@pytest.mark.parametrize("leaf_class, analyzing", [(0, 0), (0, 1), (3, 0), (5, 0), (6, 0)])
 def test_every_architecture(nvrtc, architecture, leaf_class, analyzing):
     options = ["-DJFA_ONLY_RULE=0", f"-DJFA_ONLY_CLASS={leaf_class}"]
     options.append(f"-DJFA_ONLY_ANALYZING={analyzing}")

@@ -16,22 +16,25 @@ enum class Clip {
   kValue = 2,
 };
 
+template <typename Real>
 struct GradientClip {
-  float limit;     // max_norm or max_value
-  float norm;      // times prescale
-  float prescale;  // 1, or the power of two by which a norm beyond float32 is scaled
-  bool by_norm;    // whether the norm exceeds the limit
+  Real limit;     // max_norm or max_value
+  Real norm;      // times prescale
+  Real prescale;  // 1, or the power of two by which a norm beyond float32 is scaled
+  bool by_norm;   // whether the norm exceeds the limit
   bool by_value;
 
-  JFA_HOST_DEVICE float ByNorm(float gradient) const { return gradient * prescale / norm * limit; }
-  JFA_HOST_DEVICE float ByValue(float gradient) const {
+  JFA_HOST_DEVICE Real ByNorm(Real gradient) const { return gradient * prescale / norm * limit; }
+  JFA_HOST_DEVICE Real ByValue(Real gradient) const {
     return gradient > limit ? limit : gradient < -limit ? -limit : gradient;
   }
 };
 
-// Of a StatsReport's norms. A norm that is not finite makes every gradient NaN.
-JFA_HOST_DEVICE GradientClip ClipByNorm(float norm, float scaled_norm, float max_norm) {
-  GradientClip clip{max_norm, norm, 1.0f, !(norm <= max_norm), false};
+// Of a StatsReport's norms, which are float32 always. A norm that is not finite makes every
+// gradient NaN.
+template <typename Real>
+JFA_HOST_DEVICE GradientClip<Real> ClipByNorm(float norm, float scaled_norm, Real max_norm) {
+  GradientClip<Real> clip{max_norm, norm, 1.0f, !(norm <= max_norm), false};
   if (!(norm <= kMaxFloat)) {
     clip.norm = BitsToFloat(kNanBits);
     clip.by_norm = true;
@@ -42,7 +45,8 @@ JFA_HOST_DEVICE GradientClip ClipByNorm(float norm, float scaled_norm, float max
   return clip;
 }
 
-JFA_HOST_DEVICE GradientClip ClipByValue(float max_value) {
+template <typename Real>
+JFA_HOST_DEVICE GradientClip<Real> ClipByValue(Real max_value) {
   return {max_value, 1.0f, 1.0f, false, true};
 }
 

@@ -1,5 +1,6 @@
 // Storage dtypes and their conversions to and from the float32 of the arithmetic, in integer and
 // IEEE single operations only: the same bits on every platform, and loops over them vectorise.
+// float64 is the arithmetic of its own parameters and is stored as it is.
 // They rely on subnormals being kept (no flush-to-zero in the control word).
 #ifndef JAX_FUSED_ADAMW_CC_CORE_DTYPE_H_
 #define JAX_FUSED_ADAMW_CC_CORE_DTYPE_H_
@@ -17,9 +18,27 @@ constexpr float kMaxFloat = 3.402823466e+38f;
 constexpr Word32 kInfinityBits = 0x7f800000u;
 constexpr Word32 kNanBits = 0x7fc00000u;
 
-enum class DType { kFloat32, kBfloat16, kFloat16 };
+enum class DType { kFloat32, kBfloat16, kFloat16, kFloat64 };
 
-JFA_HOST_DEVICE constexpr int SizeOf(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+JFA_HOST_DEVICE constexpr int SizeOf(DType dtype) {
+  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+}
+
+// The arithmetic that updates a parameter, as the averages have it too.
+JFA_HOST_DEVICE constexpr DType ArithmeticOf(DType param_dtype) {
+  return param_dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+}
+
+template <typename Real>
+struct RealTraits;
+template <>
+struct RealTraits<float> {
+  static constexpr DType kDType = DType::kFloat32;
+};
+template <>
+struct RealTraits<double> {
+  static constexpr DType kDType = DType::kFloat64;
+};
 
 struct Bfloat16 {
   Word16 bits;
@@ -35,6 +54,9 @@ JFA_HOST_DEVICE float BitsToFloat(Word32 bits) { return __uint_as_float(bits); }
 JFA_HOST_DEVICE Word32 FloatToBits(float value) { return __float_as_uint(value); }
 JFA_HOST_DEVICE double BitsToDouble(Word64 bits) {
   return __longlong_as_double(static_cast<long long>(bits));
+}
+JFA_HOST_DEVICE Word64 DoubleToBits(double value) {
+  return static_cast<Word64>(__double_as_longlong(value));
 }
 JFA_HOST_DEVICE Word64 HighProduct(Word64 a, Word64 b) { return __umul64hi(a, b); }
 JFA_HOST_DEVICE float SquareRoot(float x) { return __fsqrt_rn(x); }
@@ -57,6 +79,11 @@ JFA_HOST_DEVICE double BitsToDouble(Word64 bits) {
   __builtin_memcpy(&value, &bits, sizeof(value));
   return value;
 }
+JFA_HOST_DEVICE Word64 DoubleToBits(double value) {
+  Word64 bits;
+  __builtin_memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
 JFA_HOST_DEVICE Word64 HighProduct(Word64 a, Word64 b) {
   return static_cast<Word64>(static_cast<unsigned __int128>(a) * b >> 64);
 }
@@ -67,6 +94,7 @@ JFA_HOST_DEVICE double SquareRoot(double x) { return __builtin_sqrt(x); }
 
 // --- Load: storage -> float32, always exact -----------------------------------------------------
 
+JFA_HOST_DEVICE double Load(double stored) { return stored; }
 JFA_HOST_DEVICE float Load(float stored) { return stored; }
 
 JFA_HOST_DEVICE float Load(Bfloat16 stored) {

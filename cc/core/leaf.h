@@ -16,13 +16,13 @@ struct LeafOperands {
   const void* nu;      // as mu
   const void* nu_max;  // as mu, and null without AMSGrad
   const void* copy;    // of the parameter; null without copies
-  const float* ema;    // null without averages
+  const void* ema;     // null without averages; float32, of float64 parameters float64
   void* out;           // new parameter or update, in the parameter's dtype
   void* mu_out;
   void* nu_out;
   void* nu_max_out;
   void* copy_out;
-  float* ema_out;
+  void* ema_out;
   long long num_elements;
   DType param_dtype;
   DType grad_dtype;

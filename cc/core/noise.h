@@ -63,9 +63,6 @@ struct Noise {
     const Word32 high = static_cast<Word32>(quad >> 32);
     return Philox(key, {{low, high, stream, step}});
   }
-  JFA_HOST_DEVICE Word32 Element(Word64 global_index) const {
-    return Quad(global_index / kQuad).Select(static_cast<Word32>(global_index % kQuad));
-  }
 
   JFA_HOST_DEVICE Noise OfParams() const { return {key, stream | 0x80000000u, step}; }
 };

@@ -19,9 +19,13 @@ struct UpdateOptions {
   DType mu_dtype = DType::kFloat32;
   DType nu_dtype = DType::kFloat32;  // of nu_max too; not float16, which has no room for squares
   bool has_copies = false;           // of float32 parameters, in 16 bits, rounded to nearest
-  bool has_ema = false;              // of the new parameters as stored, in float32
+  bool has_ema = false;              // of the new parameters as stored
   bool stochastic_moments = false;   // mu and nu below float32; nu_max is rounded to nearest
   bool stochastic_params = false;    // new parameters in bfloat16
+
+  // Whether the parameters are float64, all of a call or none: their moments are then too, there
+  // are no copies, and nothing is rounded stochastically.
+  bool is_float64() const { return mu_dtype == DType::kFloat64; }
 };
 
 }  // namespace jfa

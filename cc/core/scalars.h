@@ -103,9 +103,9 @@ struct StepOperands {
   }
 
   // Fills in the terms of a hyperparameter.
-  template <bool kNesterov>
+  template <bool kNesterov, typename Real>
   JFA_HOST_DEVICE void SetTerms(int index, RawHyper raw, int count, bool maximize,
-                                HyperTerms* terms) const {
+                                HyperTerms<Real>* terms) const {
     double value = Decode(index, raw);
     if (index == static_cast<int>(Hyper::kGradientScale)) value = GradientDivisor(value, maximize);
     jfa::SetTerms<kNesterov>(index, value, NextCount(count), terms);
@@ -125,13 +125,15 @@ struct StepOperands {
   }
 
   // Of the norm or of values.
-  JFA_HOST_DEVICE float ReadClipLimit(long long member) const {
+  template <typename Real>
+  JFA_HOST_DEVICE Real ReadClipLimit(long long member) const {
     constexpr int kIndex = static_cast<int>(Hyper::kMaxGrad);
-    return static_cast<float>(Decode(kIndex, ReadRaw(kIndex, member)));
+    return static_cast<Real>(Decode(kIndex, ReadRaw(kIndex, member)));
   }
 
-  JFA_HOST_DEVICE GradientClip ReadClip(Clip clip, long long member) const {
-    const float limit = ReadClipLimit(member);
+  template <typename Real>
+  JFA_HOST_DEVICE GradientClip<Real> ReadClip(Clip clip, long long member) const {
+    const Real limit = ReadClipLimit<Real>(member);
     if (clip == Clip::kValue) return ClipByValue(limit);
     return ClipByNorm(norm.Read(member), scaled_norm.Read(member), limit);
   }

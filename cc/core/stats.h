@@ -50,6 +50,15 @@ struct StatsReport {
   int nonfinite;
 };
 
+// A gradient's element as statistics see it. float32 is all that a norm needs of a float64; what is
+// finite stays so, which keeps the count of non-finite elements exact.
+JFA_HOST_DEVICE float StatsElement(double gradient) {
+  constexpr double kMost = kMaxFloat;
+  constexpr double kMaxDouble = 0x1.fffffffffffffp1023;
+  const double above = gradient > kMost && gradient <= kMaxDouble ? kMost : gradient;
+  return static_cast<float>(above < -kMost && above >= -kMaxDouble ? -kMost : above);
+}
+
 JFA_HOST_DEVICE Word32 MagnitudeBits(float x) { return FloatToBits(x) & 0x7fffffffu; }
 JFA_HOST_DEVICE bool IsNonfinite(Word32 magnitude_bits) { return magnitude_bits >= kInfinityBits; }
 // What a NaN carries differs between platforms: rows and reports have one NaN.

@@ -8,6 +8,18 @@
 namespace jfa::cpu::JFA_ISA {
 namespace {
 
+// As statistics see them.
+const float* StatsTileOf(const AnalyzeBlock& block, std::int64_t begin, std::int64_t n,
+                         float* buffer) {
+  if (block.grad_dtype != DType::kFloat64) {
+    return TileOf(block.grad, block.grad_dtype, begin, n, buffer);
+  }
+  const double* const elements = static_cast<const double*>(block.grad) + begin;
+  JFA_ELEMENTWISE
+  for (std::int64_t i = 0; i < n; ++i) buffer[i] = StatsElement(elements[i]);
+  return buffer;
+}
+
 struct Magnitudes {
   Word32 max_bits;
   int nonfinite;
@@ -62,7 +74,7 @@ StatsRow AnalyzeChunk(const AnalyzeBlock& block) {
   for (std::int64_t begin = 0; begin < block.num_elements; begin += kStatsTileElements) {
     const std::int64_t left = block.num_elements - begin;
     const std::int64_t n = left < kStatsTileElements ? left : kStatsTileElements;
-    const float* tile = TileOf(block.grad, block.grad_dtype, begin, n, buffer);
+    const float* tile = StatsTileOf(block, begin, n, buffer);
     tile = UnscaleTile(block.unscale, tile, n, buffer);
     const Magnitudes magnitudes = MeasureTile(tile, n);
     StatsSums tile_sums{0.0, magnitudes.max_bits, magnitudes.nonfinite};

@@ -13,11 +13,20 @@
 
 namespace jfa::cpu {
 
+// A member's numbers, as the arithmetic has them.
+template <typename Real>
+struct StepNumbers {
+  AdamWScalars<Real> scalars;
+  GradientUnscale<Real> unscale;
+  GradientClip<Real> clip;
+  Ema<Real> ema;
+};
+
 // What is the same for every block of a member.
 struct UpdateStep {
-  AdamWScalars scalars;
-  GradientUnscale unscale;
-  GradientClip clip;
+  bool is_float64;              // as UpdateOptions says
+  StepNumbers<float> float32;   // unless it is
+  StepNumbers<double> float64;  // if it is
   Amsgrad amsgrad;
   bool nesterov;
   bool write_params;  // out is the new parameter, else the update
@@ -25,11 +34,19 @@ struct UpdateStep {
   DType mu_dtype;
   DType nu_dtype;  // of nu_max too
   bool has_ema;
-  Ema ema;
   bool stochastic_moments;
   bool stochastic_params;
   PhiloxKey seed;  // if either
   Word32 number;   // 1-based, of the applied steps
+
+  template <typename Real>
+  JFA_HOST_DEVICE const StepNumbers<Real>& Numbers() const {
+    if constexpr (RealTraits<Real>::kDType == DType::kFloat64) {
+      return float64;
+    } else {
+      return float32;
+    }
+  }
 };
 
 // Pointers already stand at the block's first element. An output is its input's buffer or does
@@ -41,18 +58,18 @@ struct UpdateBlock {
   const void* nu;
   const void* nu_max;
   const void* copy;  // null without copies
-  const float* ema;  // null without averages
+  const void* ema;   // null without averages
   void* out;
   void* mu_out;
   void* nu_out;
   void* nu_max_out;
   void* copy_out;
-  float* ema_out;
+  void* ema_out;
   std::int64_t num_elements;
   DType param_dtype;
   DType grad_dtype;
   DType copy_dtype;
-  float weight_decay;
+  bool decays;
   // For noise: what it is of, and where the block lies in the member and in the whole leaf.
   Noise noise;
   std::int64_t offset;
@@ -65,7 +82,7 @@ struct AnalyzeBlock {
   const void* grad;
   std::int64_t num_elements;
   DType grad_dtype;
-  GradientUnscale unscale;
+  GradientUnscale<float> unscale;
 };
 
 using UpdateBlockFn = void (*)(const UpdateStep&, const UpdateBlock&);

@@ -1,5 +1,5 @@
-// Elements as float32 tiles, for the CPU kernels. Included by one .cc for each instruction set,
-// which defines JFA_ISA, through its kernels.
+// Elements as tiles of float32, or of float64, for the CPU kernels. Included by one .cc for each
+// instruction set, which defines JFA_ISA, through its kernels.
 //
 // No function of the standard library may be called here or in a kernel: the linker could serve a
 // copy of it that was compiled for another instruction set.
@@ -18,8 +18,8 @@ namespace {
 #define JFA_ELEMENTWISE _Pragma("GCC ivdep")
 #endif
 
-template <typename T>
-void LoadTile(const void* source, std::int64_t begin, std::int64_t n, float* tile) {
+template <typename T, typename Real>
+void LoadTile(const void* source, std::int64_t begin, std::int64_t n, Real* tile) {
   const T* values = static_cast<const T*>(source) + begin;
   JFA_ELEMENTWISE
   for (std::int64_t i = 0; i < n; ++i) tile[i] = Load(values[i]);
@@ -32,12 +32,16 @@ void StoreTile(const float* tile, void* target, std::int64_t begin, std::int64_t
   for (std::int64_t i = 0; i < n; ++i) values[i] = Store<T>(tile[i]);
 }
 
-// The tile's float32 values: the source itself, or `buffer` filled from it.
-const float* TileOf(const void* source, DType dtype, std::int64_t begin, std::int64_t n,
-                    float* buffer) {
+// The tile's values: the source itself, or `buffer` filled from it. Not of a float64 source as
+// float32.
+template <typename Real>
+const Real* TileOf(const void* source, DType dtype, std::int64_t begin, std::int64_t n,
+                   Real* buffer) {
+  if (dtype == RealTraits<Real>::kDType) return static_cast<const Real*>(source) + begin;
   switch (dtype) {
     case DType::kFloat32:
-      return static_cast<const float*>(source) + begin;
+      LoadTile<float>(source, begin, n, buffer);
+      return buffer;
     case DType::kBfloat16:
       LoadTile<Bfloat16>(source, begin, n, buffer);
       return buffer;
@@ -47,13 +51,14 @@ const float* TileOf(const void* source, DType dtype, std::int64_t begin, std::in
   }
 }
 
-// Nothing of float32, which is computed where it is stored.
+// Nothing of float32 and float64, which are computed where they are stored.
 void StoreTileAs(DType dtype, const float* tile, void* target, std::int64_t begin, std::int64_t n) {
   if (dtype == DType::kBfloat16) StoreTile<Bfloat16>(tile, target, begin, n);
   if (dtype == DType::kFloat16) StoreTile<Float16>(tile, target, begin, n);
 }
 
-void AddTiles(const float* a, const float* b, std::int64_t n, float* sums) {
+template <typename Real>
+void AddTiles(const Real* a, const Real* b, std::int64_t n, Real* sums) {
   JFA_ELEMENTWISE
   for (std::int64_t i = 0; i < n; ++i) sums[i] = a[i] + b[i];
 }
@@ -69,10 +74,12 @@ void RoundTile(DType dtype, std::int64_t n, float* tile) {
   if (dtype == DType::kBfloat16) RoundTile<Bfloat16>(n, tile);
   if (dtype == DType::kFloat16) RoundTile<Float16>(n, tile);
 }
+void RoundTile(DType, std::int64_t, double*) {}  // float64 is not stored in another dtype
 
-const float* UnscaleTile(const GradientUnscale& unscale, const float* grad, std::int64_t n,
-                         float* buffer) {
-  if (unscale.exact_reciprocal && unscale.reciprocal == 1.0f) return grad;
+template <typename Real>
+const Real* UnscaleTile(const GradientUnscale<Real>& unscale, const Real* grad, std::int64_t n,
+                        Real* buffer) {
+  if (unscale.exact_reciprocal && unscale.reciprocal == 1) return grad;
   if (unscale.exact_reciprocal) {
     JFA_ELEMENTWISE
     for (std::int64_t i = 0; i < n; ++i) buffer[i] = unscale.Multiply(grad[i]);
@@ -83,7 +90,9 @@ const float* UnscaleTile(const GradientUnscale& unscale, const float* grad, std:
   return buffer;
 }
 
-const float* ClipTile(const GradientClip& clip, const float* grad, std::int64_t n, float* buffer) {
+template <typename Real>
+const Real* ClipTile(const GradientClip<Real>& clip, const Real* grad, std::int64_t n,
+                     Real* buffer) {
   if (clip.by_norm) {
     JFA_ELEMENTWISE
     for (std::int64_t i = 0; i < n; ++i) buffer[i] = clip.ByNorm(grad[i]);

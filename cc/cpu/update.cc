@@ -12,18 +12,30 @@ void* Advance(void* pointer, DType dtype, std::int64_t elements) {
   return const_cast<void*>(Advance(static_cast<const void*>(pointer), dtype, elements));
 }
 
-template <bool kNesterov>
+template <bool kNesterov, typename Real>
 void SetNumbers(const StepOperands& operands, std::int64_t member, const UpdateOptions& options,
-                UpdateStep* step) {
-  HyperTerms terms;
+                StepNumbers<Real>* numbers) {
+  HyperTerms<Real> terms;
   const int count = operands.count.Read(member);
   for (int i = 0; i < kNumHyper; ++i) {
     operands.SetTerms<kNesterov>(i, operands.ReadRaw(i, member), count, options.maximize, &terms);
   }
-  step->scalars = MakeScalars<kNesterov>(terms);
-  step->unscale = MakeUnscale(terms);
-  step->ema = MakeEma(terms);
-  if (options.clip != Clip::kOff) step->clip = operands.ReadClip(options.clip, member);
+  numbers->scalars = MakeScalars<kNesterov>(terms);
+  numbers->unscale = MakeUnscale(terms);
+  numbers->ema = MakeEma(terms);
+  if (options.clip != Clip::kOff) {
+    numbers->clip = operands.ReadClip<Real>(options.clip, member);
+  }
+}
+
+template <typename Real>
+void SetNumbers(const StepOperands& operands, std::int64_t member, const UpdateOptions& options,
+                StepNumbers<Real>* numbers) {
+  if (options.nesterov) {
+    SetNumbers<true>(operands, member, options, numbers);
+  } else {
+    SetNumbers<false>(operands, member, options, numbers);
+  }
 }
 
 }  // namespace
@@ -32,10 +44,11 @@ std::vector<UpdateStep> MakeSteps(const StepOperands& operands, const UpdateOpti
   std::vector<UpdateStep> steps(static_cast<std::size_t>(options.members));
   for (std::int64_t member = 0; member < options.members; ++member) {
     UpdateStep& step = steps[static_cast<std::size_t>(member)];
-    if (options.nesterov) {
-      SetNumbers<true>(operands, member, options, &step);
+    step.is_float64 = options.is_float64();
+    if (step.is_float64) {
+      SetNumbers(operands, member, options, &step.float64);
     } else {
-      SetNumbers<false>(operands, member, options, &step);
+      SetNumbers(operands, member, options, &step.float32);
     }
     step.amsgrad = options.amsgrad;
     step.nesterov = options.nesterov;
@@ -54,7 +67,7 @@ std::vector<UpdateStep> MakeSteps(const StepOperands& operands, const UpdateOpti
 
 UpdateBlock MakeBlock(const LeafOperands& leaf, const Block& where, const UpdateStep& step,
                       Word64 first_index) {
-  constexpr DType kF32 = DType::kFloat32;
+  const DType ema_dtype = ArithmeticOf(leaf.param_dtype);
   UpdateBlock block;
   block.param = Advance(leaf.param, leaf.param_dtype, where.begin);
   block.grad = Advance(leaf.grad, leaf.grad_dtype, where.begin);
@@ -62,18 +75,18 @@ UpdateBlock MakeBlock(const LeafOperands& leaf, const Block& where, const Update
   block.nu = Advance(leaf.nu, step.nu_dtype, where.begin);
   block.nu_max = Advance(leaf.nu_max, step.nu_dtype, where.begin);
   block.copy = Advance(leaf.copy, leaf.copy_dtype, where.begin);
-  block.ema = static_cast<const float*>(Advance(leaf.ema, kF32, where.begin));
+  block.ema = Advance(leaf.ema, ema_dtype, where.begin);
   block.out = Advance(leaf.out, leaf.param_dtype, where.begin);
   block.mu_out = Advance(leaf.mu_out, step.mu_dtype, where.begin);
   block.nu_out = Advance(leaf.nu_out, step.nu_dtype, where.begin);
   block.nu_max_out = Advance(leaf.nu_max_out, step.nu_dtype, where.begin);
   block.copy_out = Advance(leaf.copy_out, leaf.copy_dtype, where.begin);
-  block.ema_out = static_cast<float*>(Advance(leaf.ema_out, kF32, where.begin));
+  block.ema_out = Advance(leaf.ema_out, ema_dtype, where.begin);
   block.num_elements = where.elements;
   block.param_dtype = leaf.param_dtype;
   block.grad_dtype = leaf.grad_dtype;
   block.copy_dtype = leaf.copy_dtype;
-  block.weight_decay = leaf.decays ? step.scalars.weight_decay : 0.0f;
+  block.decays = leaf.decays;
   block.noise = {step.seed, leaf.leaf_id, step.number};
   block.offset = where.offset;
   block.first_index = first_index;

@@ -3,7 +3,8 @@
 //
 // A block is worked on in tiles. What is not float32, and gradients that need a scale, pass through
 // a float32 buffer of one tile, so the update loop sees float32 only and is instantiated for its
-// options, not for every set of dtypes. float32 buffers are used where they lie.
+// options, not for every set of dtypes. float32 buffers are used where they lie. With float64
+// parameters all that is said of float32 is true of float64.
 #include "cpu/noise_tile.inl"
 #include "cpu/tiles.inl"
 
@@ -18,32 +19,34 @@ namespace {
 constexpr std::int64_t kTileElements = 256;
 
 // Moments that are not given are zero.
-alignas(64) constexpr float kZeros[kTileElements] = {};
+template <typename Real>
+alignas(64) constexpr Real kZeros[kTileElements] = {};
 
+template <typename Real>
 struct Tile {
-  const float* param;
-  const float* grad;
-  const float* mu;
-  const float* nu;
-  const float* nu_max;
-  float* out;
-  float* mu_out;
-  float* nu_out;
-  float* nu_max_out;
+  const Real* param;
+  const Real* grad;
+  const Real* mu;
+  const Real* nu;
+  const Real* nu_max;
+  Real* out;
+  Real* mu_out;
+  Real* nu_out;
+  Real* nu_max_out;
   std::int64_t n;
-  float weight_decay;
+  Real weight_decay;
 };
 
-template <Amsgrad kAmsgrad, bool kNesterov, bool kWriteParams>
-void UpdateTile(const AdamWScalars& scalars, const Tile& tile) {
-  const AdamW<kAmsgrad, kNesterov> adamw{scalars};
-  const Tile t = tile;  // a local copy: stores through float* cannot change it
+template <typename Real, Amsgrad kAmsgrad, bool kNesterov, bool kWriteParams>
+void UpdateTile(const AdamWScalars<Real>& scalars, const Tile<Real>& tile) {
+  const AdamW<Real, kAmsgrad, kNesterov> adamw{scalars};
+  const Tile<Real> t = tile;  // a local copy: stores through Real* cannot change it
   JFA_ELEMENTWISE
   for (std::int64_t i = 0; i < t.n; ++i) {
-    Moments moments{t.mu[i], t.nu[i], 0.0f};
+    Moments<Real> moments{t.mu[i], t.nu[i], 0};
     if (kAmsgrad != Amsgrad::kOff) moments.nu_max = t.nu_max[i];
-    const float param = t.param[i];
-    const ElementUpdate next = adamw(param, t.grad[i], moments, t.weight_decay);
+    const Real param = t.param[i];
+    const ElementUpdate<Real> next = adamw(param, t.grad[i], moments, t.weight_decay);
     t.out[i] = kWriteParams ? param + next.update : next.update;
     t.mu_out[i] = next.moments.mu;
     t.nu_out[i] = next.moments.nu;
@@ -51,24 +54,28 @@ void UpdateTile(const AdamWScalars& scalars, const Tile& tile) {
   }
 }
 
-using UpdateTileFn = void (*)(const AdamWScalars&, const Tile&);
+template <typename Real>
+using UpdateTileFn = void (*)(const AdamWScalars<Real>&, const Tile<Real>&);
 
-template <Amsgrad kAmsgrad>
-UpdateTileFn SelectUpdateTile(bool nesterov, bool write_params) {
+template <typename Real, Amsgrad kAmsgrad>
+UpdateTileFn<Real> SelectUpdateTile(bool nesterov, bool write_params) {
   if (nesterov) {
-    return write_params ? UpdateTile<kAmsgrad, true, true> : UpdateTile<kAmsgrad, true, false>;
+    return write_params ? UpdateTile<Real, kAmsgrad, true, true>
+                        : UpdateTile<Real, kAmsgrad, true, false>;
   }
-  return write_params ? UpdateTile<kAmsgrad, false, true> : UpdateTile<kAmsgrad, false, false>;
+  return write_params ? UpdateTile<Real, kAmsgrad, false, true>
+                      : UpdateTile<Real, kAmsgrad, false, false>;
 }
 
-UpdateTileFn SelectUpdateTile(const UpdateStep& step) {
+template <typename Real>
+UpdateTileFn<Real> SelectUpdateTile(const UpdateStep& step) {
   switch (step.amsgrad) {
     case Amsgrad::kUncorrected:
-      return SelectUpdateTile<Amsgrad::kUncorrected>(step.nesterov, step.write_params);
+      return SelectUpdateTile<Real, Amsgrad::kUncorrected>(step.nesterov, step.write_params);
     case Amsgrad::kCorrected:
-      return SelectUpdateTile<Amsgrad::kCorrected>(step.nesterov, step.write_params);
+      return SelectUpdateTile<Real, Amsgrad::kCorrected>(step.nesterov, step.write_params);
     default:
-      return SelectUpdateTile<Amsgrad::kOff>(step.nesterov, step.write_params);
+      return SelectUpdateTile<Real, Amsgrad::kOff>(step.nesterov, step.write_params);
   }
 }
 
@@ -85,17 +92,25 @@ void KeepMoment(DType dtype, const void* from, void* to, std::int64_t n) {
   }
 }
 
+void FillMinusZero(DType dtype, void* out, std::int64_t n) {
+  if (dtype == DType::kFloat64) {
+    for (std::int64_t i = 0; i < n; ++i) static_cast<double*>(out)[i] = -0.0;
+  } else if (dtype == DType::kFloat32) {
+    for (std::int64_t i = 0; i < n; ++i) static_cast<float*>(out)[i] = -0.0f;
+  } else {
+    // bfloat16 and float16 share the pattern.
+    for (std::int64_t i = 0; i < n; ++i) static_cast<Word16*>(out)[i] = 0x8000u;
+  }
+}
+
 // A skipped step: state and parameters keep their bits, the update is -0.0, which leaves every
 // parameter, +0.0 and -0.0 alike, as it is under addition.
 void SkipBlock(const UpdateStep& step, const UpdateBlock& block) {
   const std::int64_t n = block.num_elements;
   if (step.write_params) {
     CopyUnlessSame(block.param, block.out, n * SizeOf(block.param_dtype));
-  } else if (block.param_dtype == DType::kFloat32) {
-    for (std::int64_t i = 0; i < n; ++i) static_cast<float*>(block.out)[i] = -0.0f;
   } else {
-    // bfloat16 and float16 share the pattern of -0.0.
-    for (std::int64_t i = 0; i < n; ++i) static_cast<Word16*>(block.out)[i] = 0x8000u;
+    FillMinusZero(block.param_dtype, block.out, n);
   }
   KeepMoment(step.mu_dtype, block.mu, block.mu_out, n);
   KeepMoment(step.nu_dtype, block.nu, block.nu_out, n);
@@ -105,37 +120,44 @@ void SkipBlock(const UpdateStep& step, const UpdateBlock& block) {
   if (block.copy_out != nullptr) {
     CopyUnlessSame(block.copy, block.copy_out, n * SizeOf(block.copy_dtype));
   }
-  if (step.has_ema) CopyUnlessSame(block.ema, block.ema_out, n * SizeOf(DType::kFloat32));
+  if (step.has_ema) {
+    CopyUnlessSame(block.ema, block.ema_out, n * SizeOf(ArithmeticOf(block.param_dtype)));
+  }
 }
 
 // What of a tile is not float32 in memory, as float32.
+template <typename Real>
 struct TileBuffers {
-  alignas(64) float param[kTileElements];
-  alignas(64) float grad[kTileElements];
-  alignas(64) float mu[kTileElements];
-  alignas(64) float nu[kTileElements];
-  alignas(64) float nu_max[kTileElements];
-  alignas(64) float out[kTileElements];
+  alignas(64) Real param[kTileElements];
+  alignas(64) Real grad[kTileElements];
+  alignas(64) Real mu[kTileElements];
+  alignas(64) Real nu[kTileElements];
+  alignas(64) Real nu_max[kTileElements];
+  alignas(64) Real out[kTileElements];
   alignas(64) Word32 noise[kTileElements];
 };
 
-const float* MomentTile(const void* moment, DType dtype, std::int64_t begin, std::int64_t n,
-                        float* buffer) {
-  return moment == nullptr ? kZeros : TileOf(moment, dtype, begin, n, buffer);
+template <typename Real>
+const Real* MomentTile(const void* moment, DType dtype, std::int64_t begin, std::int64_t n,
+                       Real* buffer) {
+  return moment == nullptr ? kZeros<Real> : TileOf(moment, dtype, begin, n, buffer);
 }
 
 // Where the new values go: to the target itself, or to `buffer` on their way.
-float* TileFor(void* target, DType dtype, std::int64_t begin, float* buffer) {
-  return dtype == DType::kFloat32 ? static_cast<float*>(target) + begin : buffer;
+template <typename Real>
+Real* TileFor(void* target, DType dtype, std::int64_t begin, Real* buffer) {
+  return dtype == RealTraits<Real>::kDType ? static_cast<Real*>(target) + begin : buffer;
 }
 
-Tile LoadTiles(const UpdateStep& step, const UpdateBlock& block, std::int64_t begin, std::int64_t n,
-               TileBuffers* buffers) {
-  const float* grad = TileOf(block.grad, block.grad_dtype, begin, n, buffers->grad);
-  grad = UnscaleTile(step.unscale, grad, n, buffers->grad);
-  Tile tile;
+template <typename Real>
+Tile<Real> LoadTiles(const UpdateStep& step, const UpdateBlock& block, std::int64_t begin,
+                     std::int64_t n, TileBuffers<Real>* buffers) {
+  const StepNumbers<Real>& numbers = step.Numbers<Real>();
+  const Real* grad = TileOf(block.grad, block.grad_dtype, begin, n, buffers->grad);
+  grad = UnscaleTile(numbers.unscale, grad, n, buffers->grad);
+  Tile<Real> tile;
   tile.param = TileOf(block.param, block.param_dtype, begin, n, buffers->param);
-  tile.grad = ClipTile(step.clip, grad, n, buffers->grad);
+  tile.grad = ClipTile(numbers.clip, grad, n, buffers->grad);
   tile.mu = MomentTile(block.mu, step.mu_dtype, begin, n, buffers->mu);
   tile.nu = MomentTile(block.nu, step.nu_dtype, begin, n, buffers->nu);
   tile.nu_max = nullptr;
@@ -148,12 +170,12 @@ Tile LoadTiles(const UpdateStep& step, const UpdateBlock& block, std::int64_t be
   tile.mu_out = TileFor(block.mu_out, step.mu_dtype, begin, buffers->mu);
   tile.nu_out = TileFor(block.nu_out, step.nu_dtype, begin, buffers->nu);
   tile.n = n;
-  tile.weight_decay = block.weight_decay;
+  tile.weight_decay = block.decays ? numbers.scalars.weight_decay : 0;
   return tile;
 }
 
-void StoreMoments(const UpdateStep& step, const UpdateBlock& block, const Tile& tile,
-                  std::int64_t begin, TileBuffers* buffers) {
+void StoreMoments(const UpdateStep& step, const UpdateBlock& block, const Tile<float>& tile,
+                  std::int64_t begin, TileBuffers<float>* buffers) {
   const std::int64_t n = tile.n;
   const bool mu_is_low = step.mu_dtype != DType::kFloat32;
   const bool nu_is_low = step.nu_dtype != DType::kFloat32;
@@ -176,8 +198,8 @@ void StoreMoments(const UpdateStep& step, const UpdateBlock& block, const Tile& 
   }
 }
 
-void StoreOut(const UpdateStep& step, const UpdateBlock& block, const Tile& tile,
-              std::int64_t begin, TileBuffers* buffers) {
+void StoreOut(const UpdateStep& step, const UpdateBlock& block, const Tile<float>& tile,
+              std::int64_t begin, TileBuffers<float>* buffers) {
   if (step.stochastic_params && step.write_params && block.param_dtype == DType::kBfloat16) {
     FillNoise<kTileElements>(block.noise.OfParams(), block, begin, tile.n, buffers->noise);
     StoreTileStochastic<Bfloat16>(tile.out, buffers->noise, kParamNoiseShift, block.out, begin,
@@ -187,41 +209,73 @@ void StoreOut(const UpdateStep& step, const UpdateBlock& block, const Tile& tile
   }
 }
 
+// What is rounded on its way to memory.
+void StoreRounded(const UpdateStep& step, const UpdateBlock& block, const Tile<float>& tile,
+                  std::int64_t begin, TileBuffers<float>* buffers) {
+  StoreMoments(step, block, tile, begin, buffers);
+  StoreOut(step, block, tile, begin, buffers);
+  if (block.copy_out != nullptr) {
+    StoreTileAs(block.copy_dtype, tile.out, block.copy_out, begin, tile.n);
+  }
+}
+// float64 is computed where it is stored.
+void StoreRounded(const UpdateStep&, const UpdateBlock&, const Tile<double>&, std::int64_t,
+                  TileBuffers<double>*) {}
+
 // Of the new parameters as they are stored, or will be when the stored updates are added to them.
-void UpdateEma(const UpdateStep& step, const UpdateBlock& block, const Tile& tile,
-               std::int64_t begin, TileBuffers* buffers) {
+template <typename Real>
+void UpdateEma(const UpdateStep& step, const UpdateBlock& block, const Tile<Real>& tile,
+               std::int64_t begin, TileBuffers<Real>* buffers) {
   const std::int64_t n = tile.n;
-  const float* param = TileOf(block.out, block.param_dtype, begin, n, buffers->out);
+  const Real* param = TileOf(block.out, block.param_dtype, begin, n, buffers->out);
   if (!step.write_params) {
     AddTiles(tile.param, param, n, buffers->out);
     RoundTile(block.param_dtype, n, buffers->out);
     param = buffers->out;
   }
-  const Ema next_ema = step.ema;
-  const float* const ema = block.ema + begin;
-  float* const ema_out = block.ema_out + begin;
+  const Ema<Real> next_ema = step.Numbers<Real>().ema;
+  const Real* const ema = static_cast<const Real*>(block.ema) + begin;
+  Real* const ema_out = static_cast<Real*>(block.ema_out) + begin;
   JFA_ELEMENTWISE
   for (std::int64_t i = 0; i < n; ++i) ema_out[i] = next_ema(ema[i], param[i]);
+}
+
+// Whether the update loop writes all results where they belong.
+template <typename Real>
+bool NeedsNoStores(const UpdateStep& step, const UpdateBlock& block) {
+  constexpr DType kReal = RealTraits<Real>::kDType;
+  return block.param_dtype == kReal && step.mu_dtype == kReal && step.nu_dtype == kReal &&
+         block.copy_out == nullptr && !step.has_ema;
+}
+
+template <typename Real>
+void StoreTiles(const UpdateStep& step, const UpdateBlock& block, const Tile<Real>& tile,
+                std::int64_t begin, TileBuffers<Real>* buffers) {
+  StoreRounded(step, block, tile, begin, buffers);
+  if (step.has_ema) UpdateEma(step, block, tile, begin, buffers);
+}
+
+template <typename Real>
+void UpdateTiles(const UpdateStep& step, const UpdateBlock& block) {
+  TileBuffers<Real> buffers;
+  const AdamWScalars<Real>& scalars = step.Numbers<Real>().scalars;
+  const UpdateTileFn<Real> update_tile = SelectUpdateTile<Real>(step);
+  const bool direct = NeedsNoStores<Real>(step, block);
+  for (std::int64_t begin = 0; begin < block.num_elements; begin += kTileElements) {
+    const std::int64_t left = block.num_elements - begin;
+    const std::int64_t n = left < kTileElements ? left : kTileElements;
+    const Tile<Real> tile = LoadTiles(step, block, begin, n, &buffers);
+    update_tile(scalars, tile);
+    if (!direct) StoreTiles(step, block, tile, begin, &buffers);
+  }
 }
 
 }  // namespace
 
 void UpdateOneBlock(const UpdateStep& step, const UpdateBlock& block) {
   if (step.skip) return SkipBlock(step, block);
-  TileBuffers buffers;
-  const UpdateTileFn update_tile = SelectUpdateTile(step);
-  for (std::int64_t begin = 0; begin < block.num_elements; begin += kTileElements) {
-    const std::int64_t left = block.num_elements - begin;
-    const std::int64_t n = left < kTileElements ? left : kTileElements;
-    const Tile tile = LoadTiles(step, block, begin, n, &buffers);
-    update_tile(step.scalars, tile);
-    StoreMoments(step, block, tile, begin, &buffers);
-    StoreOut(step, block, tile, begin, &buffers);
-    if (block.copy_out != nullptr) {
-      StoreTileAs(block.copy_dtype, tile.out, block.copy_out, begin, n);
-    }
-    if (step.has_ema) UpdateEma(step, block, tile, begin, &buffers);
-  }
+  if (step.is_float64) return UpdateTiles<double>(step, block);
+  UpdateTiles<float>(step, block);
 }
 
 }  // namespace jfa::cpu::JFA_ISA

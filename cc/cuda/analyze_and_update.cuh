@@ -44,7 +44,7 @@ __device__ __forceinline__ void MakeRowOfTile(const Arguments& args, const Chunk
 
 // What the report means for the step.
 struct Decision {
-  GradientClip clip;
+  GradientClip<float> clip;
   bool skip;
 };
 
@@ -52,7 +52,7 @@ struct Decision {
 template <typename Arguments>
 __device__ __forceinline__ Decision Decide(const Arguments& args) {
   const auto& analysis = args.analysis;
-  const float limit = args.step.ReadClipLimit(0);
+  const float limit = args.step.template ReadClipLimit<float>(0);
   const bool skips = args.step.Skips(0);
   const Word32 num_rows = gridDim.x / kTileBlocks;
   if (threadIdx.x == 0) WaitForRows(&arrivals[args.options.arrival_counter], num_rows);
@@ -61,9 +61,9 @@ __device__ __forceinline__ Decision Decide(const Arguments& args) {
   if (threadIdx.x != 0) return {};
   if (blockIdx.x == 0) WriteReport(analysis.merge, 0, sums);
   const StatsReport report = ReportOf(sums);
-  const GradientClip clip = args.options.clip == Clip::kValue
-                                ? ClipByValue(limit)
-                                : ClipByNorm(report.norm, report.scaled_norm, limit);
+  const GradientClip<float> clip = args.options.clip == Clip::kValue
+                                       ? ClipByValue(limit)
+                                       : ClipByNorm(report.norm, report.scaled_norm, limit);
   return {clip, skips || (analysis.skip_nonfinite && report.nonfinite != 0)};
 }
 
@@ -74,7 +74,7 @@ template <typename Kernel, typename Arguments>
 __device__ __forceinline__ void AnalyzeAndUpdateOneChunk(const Arguments& args) {
   const ChunkPlace place = LocateChunk<Kernel>(args);
   MakeRowOfTile(args, place);
-  __shared__ __align__(16) HyperTerms terms;
+  __shared__ __align__(16) HyperTerms<float> terms;
   __shared__ Decision decision;
   const int count = args.step.count.Read(0);
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -92,7 +92,7 @@ __device__ __forceinline__ void AnalyzeAndUpdateOneChunk(const Arguments& args) 
     return CountStepIfLast<Kernel>(args, Arrive(args, count), skip);
   }
   WithDTypes<Kernel>(args.options, place.flags, [&](auto dtypes) {
-    const RawElements raw = LoadElements<Kernel>(args, place, dtypes);
+    const RawElements<float> raw = LoadElements<Kernel>(args, place, dtypes);
     const Arrival arrival = Arrive(args, count);
     UpdateElements<Kernel>(args, place, dtypes, raw, {}, terms, decision.clip);
     CountStepIfLast<Kernel>(args, arrival, skip);

@@ -53,11 +53,17 @@ struct Slots {
   int ema_out;
 };
 
+// Whether the old moments are zero and in no buffer: the class says so, except of float64.
+template <typename Kernel>
+__device__ __forceinline__ bool MomentsAreZero(const LaunchOptions& options) {
+  return Kernel::kZeroMoments || (Kernel::kIsFloat64 && options.zero_moments);
+}
+
 template <typename Kernel>
 __device__ __forceinline__ Slots SlotsOf(const LaunchOptions& options) {
   Slots slots;
-  slots.copy = Kernel::kZeroMoments ? 2 : Kernel::kHasMax ? 5 : 4;
-  slots.ema = slots.copy + (Kernel::kHasExtras && options.has_copies ? 1 : 0);
+  slots.copy = MomentsAreZero<Kernel>(options) ? 2 : Kernel::kHasMax ? 5 : 4;
+  slots.ema = slots.copy + (Kernel::kHasCopies && options.has_copies ? 1 : 0);
   const int first = slots.ema + (Kernel::kHasExtras && options.has_ema ? 1 : 0);
   const int moments = first + (options.out_apart ? 1 : 0);
   slots.out = options.out_apart ? first : 0;
@@ -71,28 +77,31 @@ __device__ __forceinline__ Slots SlotsOf(const LaunchOptions& options) {
 }
 
 // As loaded; what is not loaded is zero.
+template <typename Real>
 struct RawElements {
-  RawVector param;
-  RawVector grad;
-  RawVector mu;
-  RawVector nu;
-  RawVector nu_max;
-  RawVector ema;
+  RawVector<Real> param;
+  RawVector<Real> grad;
+  RawVector<Real> mu;
+  RawVector<Real> nu;
+  RawVector<Real> nu_max;
+  RawVector<Real> ema;
 };
 
 template <typename Kernel, typename DTypes, typename Arguments>
-__device__ __forceinline__ RawElements LoadElements(const Arguments& args, const ChunkPlace& place,
-                                                    DTypes dtypes) {
+__device__ __forceinline__ RawElements<typename Kernel::Real> LoadElements(const Arguments& args,
+                                                                           const ChunkPlace& place,
+                                                                           DTypes dtypes) {
+  using Real = typename Kernel::Real;
   const auto load = [&](DType dtype, int buffer) {
-    return LoadRaw(dtype, args.table.buffer(place.leaf, buffer), place.span);
+    return LoadRaw<Real>(dtype, args.table.buffer(place.leaf, buffer), place.span);
   };
-  RawElements raw{};
+  RawElements<Real> raw{};
   raw.param = load(dtypes.param, 0);
   raw.grad = load(dtypes.grad, 1);
   if (Kernel::kHasExtras && args.options.has_ema) {
-    raw.ema = load(DType::kFloat32, SlotsOf<Kernel>(args.options).ema);
+    raw.ema = load(Kernel::kRealDType, SlotsOf<Kernel>(args.options).ema);
   }
-  if (Kernel::kZeroMoments) return raw;
+  if (MomentsAreZero<Kernel>(args.options)) return raw;
   raw.mu = load(dtypes.mu, 2);
   raw.nu = load(dtypes.nu, 3);
   if (Kernel::kHasMax) raw.nu_max = load(dtypes.nu, 4);
@@ -103,27 +112,30 @@ __device__ __forceinline__ RawElements LoadElements(const Arguments& args, const
 template <typename Kernel, typename DTypes, typename Arguments>
 __device__ __forceinline__ void SkipElements(const Arguments& args, int leaf, DTypes dtypes,
                                              const Span& span) {
+  using Real = typename Kernel::Real;
   const LaunchOptions& options = args.options;
   const Slots slots = SlotsOf<Kernel>(options);
   const auto copy = [&](DType dtype, int from, int to) {
     StoreRaw(dtype, args.table.buffer(leaf, to), span,
-             LoadRaw(dtype, args.table.buffer(leaf, from), span));
+             LoadRaw<Real>(dtype, args.table.buffer(leaf, from), span));
   };
   if (!options.write_params) {
-    const Vector minus_zero{{-0.0f, -0.0f, -0.0f, -0.0f}};
+    const Vector<Real> minus_zero{{-0.0f, -0.0f, -0.0f, -0.0f}};
     StoreRaw(dtypes.param, args.table.buffer(leaf, slots.out), span,
-             FromFloat(dtypes.param, minus_zero));
+             FromReal(dtypes.param, minus_zero));
   } else if (options.out_apart) {
     copy(dtypes.param, 0, slots.out);
   }
   if (Kernel::kHasExtras && options.extras_apart) {
-    if (options.has_copies) copy(dtypes.copy, slots.copy, slots.copy_out);
-    if (options.has_ema) copy(DType::kFloat32, slots.ema, slots.ema_out);
+    if (Kernel::kHasCopies && options.has_copies) copy(dtypes.copy, slots.copy, slots.copy_out);
+    if (options.has_ema) copy(Kernel::kRealDType, slots.ema, slots.ema_out);
   }
   if (!options.moments_apart) return;
   const auto keep_moment = [&](DType dtype, int from, int to) {
-    RawVector old{};
-    if (!Kernel::kZeroMoments) old = LoadRaw(dtype, args.table.buffer(leaf, from), span);
+    RawVector<Real> old{};
+    if (!MomentsAreZero<Kernel>(options)) {
+      old = LoadRaw<Real>(dtype, args.table.buffer(leaf, from), span);
+    }
     StoreRaw(dtype, args.table.buffer(leaf, to), span, old);
   };
   keep_moment(dtypes.mu, 2, slots.mu);
@@ -141,62 +153,71 @@ __device__ void SkipChunk(const Arguments& args, const ChunkPlace& place) {
   });
 }
 
+template <typename Real>
 struct VectorUpdate {
-  Vector out;
-  Vector mu;
-  Vector nu;
-  Vector nu_max;
+  Vector<Real> out;
+  Vector<Real> mu;
+  Vector<Real> nu;
+  Vector<Real> nu_max;
 };
 
 // Of the new parameters as they are stored, or will be when the stored updates are added to them.
-__device__ __forceinline__ Vector UpdateEma(const Ema& next_ema, DType param_dtype,
-                                            bool write_params, const RawVector& out,
-                                            const Vector& old_param, const RawVector& ema) {
-  Vector param = ToFloat(param_dtype, out);
+template <typename Real>
+__device__ __forceinline__ Vector<Real> UpdateEma(const Ema<Real>& next_ema, DType param_dtype,
+                                                  bool write_params, const RawVector<Real>& out,
+                                                  const Vector<Real>& old_param,
+                                                  const RawVector<Real>& ema) {
+  Vector<Real> param = ToReal(param_dtype, out);
   if (!write_params) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) param.value[i] = old_param.value[i] + param.value[i];
-    param = ToFloat(param_dtype, FromFloat(param_dtype, param));
+    param = ToReal(param_dtype, FromReal(param_dtype, param));
   }
-  const Vector old = ToFloat(DType::kFloat32, ema);
-  Vector next;
+  const Vector<Real> old = ToReal(RealTraits<Real>::kDType, ema);
+  Vector<Real> next;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) next.value[i] = next_ema(old.value[i], param.value[i]);
   return next;
 }
 
 // To memory, rounded as the launch says.
-template <typename Kernel, typename DTypes, typename Arguments>
+template <typename Kernel, typename DTypes, typename Arguments, typename Real>
 __device__ __forceinline__ void StoreElements(const Arguments& args, const ChunkPlace& place,
-                                              DTypes dtypes, const Vector& param,
-                                              const RawVector& ema, const VectorNoise& noise,
-                                              const HyperTerms& terms, const VectorUpdate& next) {
+                                              DTypes dtypes, const Vector<Real>& param,
+                                              const RawVector<Real>& ema, const VectorNoise& noise,
+                                              const HyperTerms<Real>& terms,
+                                              const VectorUpdate<Real>& next) {
   const LaunchOptions& options = args.options;
   const Slots slots = SlotsOf<Kernel>(options);
-  const auto store = [&](DType dtype, int slot, const RawVector& raw) {
+  const auto store = [&](DType dtype, int slot, const RawVector<Real>& raw) {
     StoreRaw(dtype, args.table.buffer(place.leaf, slot), place.span, raw);
   };
-  const auto round = [&](bool stochastic, DType dtype, const Vector& vector,
+  const auto round = [&](bool stochastic, DType dtype, const Vector<Real>& vector,
                          const PhiloxWords& words, int shift) {
-    return Kernel::kHasNoise && stochastic && dtype != DType::kFloat32
-               ? FromFloatStochastic(dtype, vector, words, shift)
-               : FromFloat(dtype, vector);
+    if constexpr (Kernel::kHasNoise) {
+      if (stochastic && dtype != DType::kFloat32) {
+        return FromFloatStochastic(dtype, vector, words, shift);
+      }
+    }
+    return FromReal(dtype, vector);
   };
   const bool stochastic_param =
       Kernel::kIsGeneral && options.stochastic_params && dtypes.param == DType::kBfloat16;
-  const RawVector out =
+  const RawVector<Real> out =
       round(stochastic_param, dtypes.param, next.out, noise.param, kParamNoiseShift);
   store(dtypes.param, slots.out, out);
   const bool stochastic = options.stochastic_moments;
   store(dtypes.mu, slots.mu, round(stochastic, dtypes.mu, next.mu, noise.moments, kMuNoiseShift));
   store(dtypes.nu, slots.nu, round(stochastic, dtypes.nu, next.nu, noise.moments, kNuNoiseShift));
-  if (Kernel::kHasMax) store(dtypes.nu, slots.nu_max, FromFloat(dtypes.nu, next.nu_max));
+  if (Kernel::kHasMax) store(dtypes.nu, slots.nu_max, FromReal(dtypes.nu, next.nu_max));
   if (!Kernel::kHasExtras) return;
-  if (options.has_copies) store(dtypes.copy, slots.copy_out, FromFloat(dtypes.copy, next.out));
+  if (Kernel::kHasCopies && options.has_copies) {
+    store(dtypes.copy, slots.copy_out, FromReal(dtypes.copy, next.out));
+  }
   if (options.has_ema) {
-    const Vector average =
+    const Vector<Real> average =
         UpdateEma(MakeEma(terms), dtypes.param, options.write_params, out, param, ema);
-    store(DType::kFloat32, slots.ema_out, FromFloat(DType::kFloat32, average));
+    store(Kernel::kRealDType, slots.ema_out, FromReal(Kernel::kRealDType, average));
   }
 }
 

@@ -2,6 +2,7 @@
 #ifndef JAX_FUSED_ADAMW_CC_CUDA_FILL_TABLE_H_
 #define JAX_FUSED_ADAMW_CC_CUDA_FILL_TABLE_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -20,9 +21,9 @@ struct TableLeaf {
 
 inline Word64 PointerWord(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
 
-// Whether a vector access of the dtype may go there.
+// Whether a vector access of the dtype may go there, of 16 bytes at most.
 inline bool IsAligned(const void* pointer, DType dtype) {
-  const auto bytes = static_cast<std::uintptr_t>(kVector * SizeOf(dtype));
+  const auto bytes = static_cast<std::uintptr_t>(std::min(kVector * SizeOf(dtype), 16));
   return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
 }
 

@@ -14,15 +14,31 @@ namespace jfa::cuda {
 // one fewer 8 more): as many as no rule of the class spills for, with one less for what has more to
 // hold (nvcc 13.0, sm_90). 0 leaves it to the compiler.
 constexpr int UpdateBlocks(Grid grid, LeafClass leaf_class, Amsgrad amsgrad) {
-  if (leaf_class == LeafClass::kFloat32 || leaf_class == LeafClass::kAnyDType) return 0;
+  if (leaf_class == LeafClass::kFloat32 || leaf_class == LeafClass::kAnyDType ||
+      leaf_class == LeafClass::kFloat64) {
+    return 0;
+  }
   const int blocks = 9 - (grid == Grid::kLarge ? 0 : 1) - (amsgrad == Amsgrad::kOff ? 0 : 1) -
                      (leaf_class == LeafClass::kGeneral ? 1 : 0);
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  const bool is_general = leaf_class == LeafClass::kGeneral || leaf_class == LeafClass::kFirstStep;
+  return blocks - (is_general ? 1 : 0);  // code for sm_120 holds more
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   return blocks < 8 ? blocks : 8;  // a multiprocessor of sm_75 holds 1024 threads
 #else
   return blocks;
 #endif
 }
+
+// What a class computes in.
+template <LeafClass kLeafClass>
+struct Arithmetic {
+  using Real = float;
+};
+template <>
+struct Arithmetic<LeafClass::kFloat64> {
+  using Real = double;
+};
 
 // What a kernel is compiled for: `Kernel` below.
 template <Grid kGrid, LeafClass kLeafClass, Amsgrad kAmsgradKind, bool kNesterovMomentum>
@@ -31,10 +47,14 @@ struct Instance {
   static constexpr bool kAnalyzes = kGrid == Grid::kAnalyzing;
   static constexpr int kBlockThreads = kAnalyzes ? kTileLanes : kThreads;
   static constexpr LeafClass kClass = kLeafClass;
+  using Real = typename Arithmetic<kLeafClass>::Real;
+  static constexpr DType kRealDType = RealTraits<Real>::kDType;
+  static constexpr bool kIsFloat64 = kLeafClass == LeafClass::kFloat64;
   static constexpr bool kZeroMoments = kLeafClass == LeafClass::kFirstStep;
   static constexpr bool kIsGeneral = kZeroMoments || kLeafClass == LeafClass::kGeneral;
   static constexpr bool kHasNoise = kIsGeneral || kLeafClass == LeafClass::kBf16Moments;
-  static constexpr bool kHasExtras = kIsGeneral || kLeafClass == LeafClass::kFloat32Extras;
+  static constexpr bool kHasCopies = kIsGeneral || kLeafClass == LeafClass::kFloat32Extras;
+  static constexpr bool kHasExtras = kHasCopies || kIsFloat64;
   static constexpr Amsgrad kAmsgrad = kAmsgradKind;
   static constexpr bool kHasMax = kAmsgradKind != Amsgrad::kOff;
   static constexpr bool kNesterov = kNesterovMomentum;
@@ -54,6 +74,13 @@ struct AnyDTypes {
   DType grad;
   static constexpr DType mu = DType::kFloat32;
   static constexpr DType nu = DType::kFloat32;
+  static constexpr DType copy = DType::kBfloat16;
+};
+struct Float64DTypes {
+  static constexpr DType param = DType::kFloat64;
+  DType grad;
+  static constexpr DType mu = DType::kFloat64;
+  static constexpr DType nu = DType::kFloat64;
   static constexpr DType copy = DType::kBfloat16;
 };
 struct GeneralDTypes {
@@ -78,6 +105,8 @@ __device__ __forceinline__ void WithDTypes(const LaunchOptions& options, LeafFla
   if constexpr (Kernel::kIsGeneral) {
     update(GeneralDTypes{flags.param_dtype, flags.grad_dtype, options.mu_dtype, options.nu_dtype,
                          flags.copy_dtype});
+  } else if constexpr (Kernel::kIsFloat64) {
+    update(Float64DTypes{flags.grad_dtype});
   } else if constexpr (Kernel::kClass == LeafClass::kAnyDType) {
     update(AnyDTypes{flags.param_dtype, flags.grad_dtype});
   } else if (flags.grad_dtype == kF32) {

@@ -1,4 +1,5 @@
-// Four elements at a time between device memory and float32 registers.
+// Four elements at a time between device memory and registers of the arithmetic, Real: float32, or
+// float64 of float64 parameters.
 //
 // Loading and converting are two steps, so that a kernel can issue all its loads before the first
 // conversion waits for one: converting bfloat16 gradients on arrival cost a fifth of the bandwidth
@@ -16,31 +17,35 @@ namespace jfa::cuda {
 static_assert(kVector == 4, "one 16-byte access of float32, as the vector types below have it");
 
 // Values of the arithmetic.
+template <typename Real>
 struct Vector {
-  float value[kVector];
+  Real value[kVector];
 };
 
-// As stored: a word an element for float32, two elements a word for the 16-bit dtypes.
+// As stored: a word an element for float32, two elements a word for the 16-bit dtypes, two words an
+// element for float64, low word first.
+template <typename Real>
 struct RawVector {
-  Word32 word[kVector];
+  Word32 word[kVector * sizeof(Real) / sizeof(Word32)];
 };
 
 // Where a thread's elements lie in an array. `left` is what the chunk holds from there on, zero or
 // less behind its end (not clamped: ptxas 13.0 takes max(min(left, 4), 0) == 4 for true at 0);
-// `vectorised` if all kVector elements can be moved by one access.
+// `vectorised` if all kVector elements can be moved by one access, or two of 16 bytes for float64.
 struct Span {
   long long begin;
   int left;
   bool vectorised;
 };
 
-__device__ __forceinline__ RawVector LoadWords(const void* array, const Span& span) {
+template <typename Real>
+__device__ __forceinline__ RawVector<Real> LoadWords(const void* array, const Span& span) {
   const Word32* p = static_cast<const Word32*>(array) + span.begin;
   if (span.vectorised) {
     const uint4 x = __ldcs(reinterpret_cast<const uint4*>(p));
     return {{x.x, x.y, x.z, x.w}};
   }
-  RawVector raw{};
+  RawVector<Real> raw{};
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     if (i < span.left) raw.word[i] = __ldcs(p + i);
@@ -48,13 +53,14 @@ __device__ __forceinline__ RawVector LoadWords(const void* array, const Span& sp
   return raw;
 }
 
-__device__ __forceinline__ RawVector LoadHalfWords(const void* array, const Span& span) {
+template <typename Real>
+__device__ __forceinline__ RawVector<Real> LoadHalfWords(const void* array, const Span& span) {
   const Word16* p = static_cast<const Word16*>(array) + span.begin;
   if (span.vectorised) {
     const uint2 x = __ldcs(reinterpret_cast<const uint2*>(p));
-    return {{x.x, x.y, 0, 0}};
+    return {{x.x, x.y}};
   }
-  RawVector raw{};
+  RawVector<Real> raw{};
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     if (i < span.left) raw.word[i / 2] |= static_cast<Word32>(__ldcs(p + i)) << (16 * (i % 2));
@@ -62,7 +68,32 @@ __device__ __forceinline__ RawVector LoadHalfWords(const void* array, const Span
   return raw;
 }
 
-__device__ __forceinline__ void StoreWords(void* array, const Span& span, const RawVector& raw) {
+__device__ __forceinline__ void SetDoubleBits(int i, Word64 bits, RawVector<double>* raw) {
+  raw->word[2 * i] = static_cast<Word32>(bits);
+  raw->word[2 * i + 1] = static_cast<Word32>(bits >> 32);
+}
+
+__device__ __forceinline__ Word64 DoubleBits(const RawVector<double>& raw, int i) {
+  return raw.word[2 * i] | static_cast<Word64>(raw.word[2 * i + 1]) << 32;
+}
+
+__device__ __forceinline__ RawVector<double> LoadDoubleWords(const void* array, const Span& span) {
+  const Word64* p = static_cast<const Word64*>(array) + span.begin;
+  if (span.vectorised) {
+    const uint4 x = __ldcs(reinterpret_cast<const uint4*>(p));
+    const uint4 y = __ldcs(reinterpret_cast<const uint4*>(p) + 1);
+    return {{x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w}};
+  }
+  RawVector<double> raw{};
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    if (i < span.left) SetDoubleBits(i, __ldcs(p + i), &raw);
+  }
+  return raw;
+}
+
+__device__ __forceinline__ void StoreWords(void* array, const Span& span,
+                                           const RawVector<float>& raw) {
   Word32* p = static_cast<Word32*>(array) + span.begin;
   if (span.vectorised) {
     __stcs(reinterpret_cast<uint4*>(p),
@@ -76,7 +107,7 @@ __device__ __forceinline__ void StoreWords(void* array, const Span& span, const 
 }
 
 __device__ __forceinline__ void StoreHalfWords(void* array, const Span& span,
-                                               const RawVector& raw) {
+                                               const RawVector<float>& raw) {
   Word16* p = static_cast<Word16*>(array) + span.begin;
   if (span.vectorised) {
     __stcs(reinterpret_cast<uint2*>(p), make_uint2(raw.word[0], raw.word[1]));
@@ -88,29 +119,62 @@ __device__ __forceinline__ void StoreHalfWords(void* array, const Span& span,
   }
 }
 
-// Branches on a dtype are uniform over a block: a leaf has one dtype.
-__device__ __forceinline__ RawVector LoadRaw(DType dtype, const void* array, const Span& span) {
-  return dtype == DType::kFloat32 ? LoadWords(array, span) : LoadHalfWords(array, span);
+__device__ __forceinline__ void StoreDoubleWords(void* array, const Span& span,
+                                                 const RawVector<double>& raw) {
+  Word64* p = static_cast<Word64*>(array) + span.begin;
+  if (span.vectorised) {
+    uint4* const pairs = reinterpret_cast<uint4*>(p);
+    __stcs(pairs, make_uint4(raw.word[0], raw.word[1], raw.word[2], raw.word[3]));
+    __stcs(pairs + 1, make_uint4(raw.word[4], raw.word[5], raw.word[6], raw.word[7]));
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    if (i < span.left) __stcs(p + i, DoubleBits(raw, i));
+  }
+}
+
+// Branches on a dtype are uniform over a block: a leaf has one dtype. The arithmetic in float32
+// knows no float64.
+template <typename Real>
+__device__ __forceinline__ RawVector<Real> LoadRaw(DType dtype, const void* array,
+                                                   const Span& span) {
+  if constexpr (RealTraits<Real>::kDType == DType::kFloat64) {
+    if (dtype == DType::kFloat64) return LoadDoubleWords(array, span);
+  }
+  return dtype == DType::kFloat32 ? LoadWords<Real>(array, span) : LoadHalfWords<Real>(array, span);
 }
 
 __device__ __forceinline__ void StoreRaw(DType dtype, void* array, const Span& span,
-                                         const RawVector& raw) {
+                                         const RawVector<float>& raw) {
   if (dtype == DType::kFloat32) {
     StoreWords(array, span, raw);
   } else {
     StoreHalfWords(array, span, raw);
   }
 }
+// The arithmetic in float64 stores nothing else.
+__device__ __forceinline__ void StoreRaw(DType, void* array, const Span& span,
+                                         const RawVector<double>& raw) {
+  StoreDoubleWords(array, span, raw);
+}
 
-template <typename T>
-__device__ __forceinline__ float HalfWordToFloat(const RawVector& raw, int i) {
+template <typename T, typename Real>
+__device__ __forceinline__ float HalfWordToFloat(const RawVector<Real>& raw, int i) {
   return Load(T{static_cast<Word16>(raw.word[i / 2] >> (16 * (i % 2)))});
 }
 
-__device__ __forceinline__ Vector ToFloat(DType dtype, const RawVector& raw) {
-  Vector v;
+template <typename Real>
+__device__ __forceinline__ Vector<Real> ToReal(DType dtype, const RawVector<Real>& raw) {
+  Vector<Real> v;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
+    if constexpr (RealTraits<Real>::kDType == DType::kFloat64) {
+      if (dtype == DType::kFloat64) {
+        v.value[i] = BitsToDouble(DoubleBits(raw, i));
+        continue;
+      }
+    }
     if (dtype == DType::kFloat32) {
       v.value[i] = BitsToFloat(raw.word[i]);
     } else if (dtype == DType::kBfloat16) {
@@ -122,8 +186,8 @@ __device__ __forceinline__ Vector ToFloat(DType dtype, const RawVector& raw) {
   return v;
 }
 
-__device__ __forceinline__ RawVector FromFloat(DType dtype, const Vector& v) {
-  RawVector raw{};
+__device__ __forceinline__ RawVector<float> FromReal(DType dtype, const Vector<float>& v) {
+  RawVector<float> raw{};
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     if (dtype == DType::kFloat32) {
@@ -137,8 +201,18 @@ __device__ __forceinline__ RawVector FromFloat(DType dtype, const Vector& v) {
   return raw;
 }
 
+// As StoreRaw.
+__device__ __forceinline__ RawVector<double> FromReal(DType, const Vector<double>& v) {
+  RawVector<double> raw;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) SetDoubleBits(i, DoubleToBits(v.value[i]), &raw);
+  return raw;
+}
+
 // In place, with one branch for all.
-__device__ __forceinline__ void UnscaleVector(const GradientUnscale& unscale, Vector* vector) {
+template <typename Real>
+__device__ __forceinline__ void UnscaleVector(const GradientUnscale<Real>& unscale,
+                                              Vector<Real>* vector) {
   if (unscale.exact_reciprocal) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) vector->value[i] = unscale.Multiply(vector->value[i]);

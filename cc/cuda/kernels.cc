@@ -147,8 +147,8 @@ Compiler ChooseCompiler(std::string* error) {
 }
 
 std::string KernelName::ClassAndRule() const {
-  const char* names[] = {"Float32",     "AnyDType",      "FirstStep",
-                         "Bf16Moments", "Float32Extras", "General"};
+  const char* names[] = {"Float32",       "AnyDType", "FirstStep", "Bf16Moments",
+                         "Float32Extras", "General",  "Float64"};
   return std::string(names[static_cast<int>(leaf_class)]) + "Rule" + std::to_string(Rule());
 }
 

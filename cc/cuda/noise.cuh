@@ -37,9 +37,10 @@ struct VectorNoise {
   PhiloxWords param;
 };
 
-__device__ __forceinline__ RawVector FromFloatStochastic(DType dtype, const Vector& v,
-                                                         const PhiloxWords& words, int shift) {
-  RawVector raw{};
+__device__ __forceinline__ RawVector<float> FromFloatStochastic(DType dtype, const Vector<float>& v,
+                                                                const PhiloxWords& words,
+                                                                int shift) {
+  RawVector<float> raw{};
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     const Word32 random = NoiseBits(words.word[i], shift);

@@ -26,18 +26,18 @@ struct RowPlace {
 };
 
 struct Tile {
-  Vector round[kTileRounds];
+  Vector<float> round[kTileRounds];
 };
 
 // Not a streaming access: what stays in the cache, the update reads from there.
 template <DType kDType>
-__device__ __forceinline__ RawVector LoadWhole(const void* array, long long begin) {
+__device__ __forceinline__ RawVector<float> LoadWhole(const void* array, long long begin) {
   if (kDType == DType::kFloat32) {
     const uint4 x = *reinterpret_cast<const uint4*>(static_cast<const Word32*>(array) + begin);
     return {{x.x, x.y, x.z, x.w}};
   }
   const uint2 x = *reinterpret_cast<const uint2*>(static_cast<const Word16*>(array) + begin);
-  return {{x.x, x.y, 0, 0}};
+  return {{x.x, x.y}};
 }
 
 __device__ __forceinline__ int OffsetOfRound(int round) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ float ReciprocalOfPowerOfTwo(float x) {
 // All elements are there and aligned, and the scale is a power of two.
 template <DType kDType>
 __device__ __forceinline__ Tile LoadWholeTile(const RowPlace& place, float gradient_scale) {
-  RawVector raw[kTileRounds];
+  RawVector<float> raw[kTileRounds];
 #pragma unroll
   for (int r = 0; r < kTileRounds; ++r) {
     raw[r] = LoadWhole<kDType>(place.grad, place.chunk.begin + OffsetOfRound(r));
@@ -61,24 +61,39 @@ __device__ __forceinline__ Tile LoadWholeTile(const RowPlace& place, float gradi
   Tile tile;
 #pragma unroll
   for (int r = 0; r < kTileRounds; ++r) {
-    tile.round[r] = ToFloat(kDType, raw[r]);
+    tile.round[r] = ToReal(kDType, raw[r]);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) tile.round[r].value[i] *= reciprocal;
   }
   return tile;
 }
 
+// As statistics see the elements.
+template <DType kDType>
+__device__ __forceinline__ Vector<float> LoadStatsVector(const void* array, const Span& span) {
+  if constexpr (kDType == DType::kFloat64) {
+    const RawVector<double> raw = LoadDoubleWords(array, span);
+    Vector<float> v;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) v.value[i] = StatsElement(BitsToDouble(DoubleBits(raw, i)));
+    return v;
+  } else {
+    return ToReal(kDType, LoadRaw<float>(kDType, array, span));
+  }
+}
+
 // Any tile and scale; elements behind the chunk's end are zero.
 template <DType kDType>
 __device__ __forceinline__ Tile LoadAnyTile(const RowPlace& place, long long tile_begin,
-                                            int tile_elements, const GradientUnscale& unscale) {
+                                            int tile_elements,
+                                            const GradientUnscale<float>& unscale) {
   Tile tile;
 #pragma unroll
   for (int r = 0; r < kTileRounds; ++r) {
     const int left = tile_elements - OffsetOfRound(r);
     const bool vectorised = place.flags.aligned && left >= kVector;
     const Span span{tile_begin + OffsetOfRound(r), left, vectorised};
-    tile.round[r] = ToFloat(kDType, LoadRaw(kDType, place.grad, span));
+    tile.round[r] = LoadStatsVector<kDType>(place.grad, span);
     UnscaleVector(unscale, &tile.round[r]);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
@@ -193,7 +208,7 @@ __device__ __forceinline__ TileResult AnalyzeTile(const Tile& tile, SharedStats*
 template <DType kDType>
 __device__ __noinline__ StatsRow AnalyzeAnyChunk(RowPlace place, float gradient_scale,
                                                  SharedStats* shared) {
-  const GradientUnscale unscale = MakeUnscale(gradient_scale);
+  const GradientUnscale<float> unscale = MakeUnscale(gradient_scale);
   StatsSums sums{};
   for (long long begin = 0; begin < place.chunk.elements; begin += kStatsTileElements) {
     const long long left = place.chunk.elements - begin;
@@ -231,6 +246,10 @@ __device__ __forceinline__ StatsRow AnalyzeChunk(const RowPlace& place, float gr
   }
   if (grad_dtype == DType::kBfloat16) {
     return AnalyzeChunk<DType::kBfloat16>(place, gradient_scale, shared);
+  }
+  // The registers of a whole float64 tile would cost the other dtypes blocks (cuda/tuning.h).
+  if (grad_dtype == DType::kFloat64) {
+    return AnalyzeAnyChunk<DType::kFloat64>(place, gradient_scale, shared);
   }
   return AnalyzeChunk<DType::kFloat16>(place, gradient_scale, shared);
 }

@@ -28,10 +28,11 @@ namespace jfa::cuda {
 enum class LeafClass {
   kFloat32 = 0,        // float32 parameters and moments with float32 or bfloat16 gradients
   kAnyDType = 1,       // float32 moments with any other parameters and gradients
-  kFirstStep = 2,      // anything, and the old moments are zero and in no buffer
+  kFirstStep = 2,      // anything but float64, and the old moments are zero and in no buffer
   kBf16Moments = 3,    // as kFloat32, but with bfloat16 moments
   kFloat32Extras = 4,  // as kFloat32, with bfloat16 copies, averages, or both
-  kGeneral = 5,        // anything but a first step
+  kGeneral = 5,        // anything but a first step or float64
+  kFloat64 = 6,        // float64 parameters and moments, first steps too
 };
 
 // The kernels of a step by what bounds them: bandwidth; latency, with another launch for the
@@ -40,7 +41,7 @@ enum class Grid { kLarge, kSmall, kAnalyzing };
 
 constexpr int kStrideWords = sizeof(IndexStride) / sizeof(Word64);
 
-// Packed into the low byte of a leaf's size.
+// Packed into the low byte of a leaf's size, two bits for a dtype.
 struct LeafFlags {
   DType param_dtype;
   DType grad_dtype;
@@ -94,6 +95,7 @@ struct LaunchOptions {
   bool has_ema;
   bool stochastic_moments;
   bool stochastic_params;  // with write_params only
+  bool zero_moments;       // the old moments are zero and in no buffer
   DType mu_dtype;
   DType nu_dtype;
   int noise_slot;    // of leaf_id and leaf in a row; not read unless something is stochastic

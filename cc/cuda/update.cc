@@ -47,6 +47,7 @@ struct Plan {
 
 // The class of a call's leaves: the widest that one of them needs.
 LeafClass ClassOf(const Leaves& leaves, const UpdateOptions& options) {
+  if (options.is_float64()) return LeafClass::kFloat64;
   if (options.zero_moments) return LeafClass::kFirstStep;
   const auto any_leaf = [&](const auto& property) {
     return std::any_of(leaves.begin(), leaves.end(), property);
@@ -130,7 +131,7 @@ bool LeafIsAligned(const LeafOperands& leaf, const Plan& plan) {
                 {options.mu_dtype, {leaf.mu, leaf.mu_out}},
                 {options.nu_dtype, {leaf.nu, leaf.nu_max, leaf.nu_out, leaf.nu_max_out}},
                 {leaf.copy_dtype, {leaf.copy, leaf.copy_out}},
-                {DType::kFloat32, {leaf.ema, leaf.ema_out}}};
+                {ArithmeticOf(leaf.param_dtype), {leaf.ema, leaf.ema_out}}};
   bool aligned = MembersAreAligned(leaf.num_elements, options.members);
   for (const auto& array : arrays) {
     for (const void* pointer : array.pointers) aligned &= IsAligned(pointer, array.dtype);
@@ -152,6 +153,7 @@ LaunchOptions LaunchOptionsOf(const Plan& plan, int arrival_counter) {
   launch.has_ema = plan.options.has_ema;
   launch.stochastic_moments = plan.stochastic_moments;
   launch.stochastic_params = plan.stochastic_params;
+  launch.zero_moments = plan.options.zero_moments;
   launch.mu_dtype = plan.options.mu_dtype;
   launch.nu_dtype = plan.options.nu_dtype;
   launch.noise_slot = plan.num_buffers();

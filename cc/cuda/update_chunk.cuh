@@ -18,7 +18,9 @@ namespace jfa::cuda {
 static __device__ Word32 arrivals[kNumArrivalCounters];
 
 // In place. `clip` is in shared memory, and is not there unless anything is clipped.
-__device__ __forceinline__ void ClipVector(Clip kind, const GradientClip& clip, Vector* grad) {
+template <typename Real>
+__device__ __forceinline__ void ClipVector(Clip kind, const GradientClip<Real>& clip,
+                                           Vector<Real>* grad) {
   if (kind == Clip::kNorm && clip.by_norm) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) grad->value[i] = clip.ByNorm(grad->value[i]);
@@ -28,18 +30,17 @@ __device__ __forceinline__ void ClipVector(Clip kind, const GradientClip& clip, 
   }
 }
 
-template <Amsgrad kAmsgrad, bool kNesterov>
-__device__ __forceinline__ VectorUpdate UpdateVector(const AdamWScalars& scalars,
-                                                     float weight_decay, bool write_params,
-                                                     const Vector& param, const Vector& grad,
-                                                     const Vector& mu, const Vector& nu,
-                                                     const Vector& nu_max) {
-  const AdamW<kAmsgrad, kNesterov> adamw{scalars};
-  VectorUpdate result;
+template <Amsgrad kAmsgrad, bool kNesterov, typename Real>
+__device__ __forceinline__ VectorUpdate<Real> UpdateVector(
+    const AdamWScalars<Real>& scalars, Real weight_decay, bool write_params,
+    const Vector<Real>& param, const Vector<Real>& grad, const Vector<Real>& mu,
+    const Vector<Real>& nu, const Vector<Real>& nu_max) {
+  const AdamW<Real, kAmsgrad, kNesterov> adamw{scalars};
+  VectorUpdate<Real> result;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
-    const Moments old{mu.value[i], nu.value[i], nu_max.value[i]};
-    const ElementUpdate next = adamw(param.value[i], grad.value[i], old, weight_decay);
+    const Moments<Real> old{mu.value[i], nu.value[i], nu_max.value[i]};
+    const ElementUpdate<Real> next = adamw(param.value[i], grad.value[i], old, weight_decay);
     result.out.value[i] = write_params ? param.value[i] + next.update : next.update;
     result.mu.value[i] = next.moments.mu;
     result.nu.value[i] = next.moments.nu;
@@ -106,19 +107,21 @@ __device__ __forceinline__ VectorNoise MakeNoise(const Arguments& args, const Ch
   return words;
 }
 
-template <typename Kernel, typename DTypes, typename Arguments>
+template <typename Kernel, typename DTypes, typename Arguments, typename Real>
 __device__ __forceinline__ void UpdateElements(const Arguments& args, const ChunkPlace& place,
-                                               DTypes dtypes, const RawElements& raw,
-                                               const VectorNoise& noise, const HyperTerms& terms,
-                                               const GradientClip& clip) {
-  Vector grad = ToFloat(dtypes.grad, raw.grad);
+                                               DTypes dtypes, const RawElements<Real>& raw,
+                                               const VectorNoise& noise,
+                                               const HyperTerms<Real>& terms,
+                                               const GradientClip<Real>& clip) {
+  Vector<Real> grad = ToReal(dtypes.grad, raw.grad);
   UnscaleVector(MakeUnscale(terms), &grad);
   ClipVector(args.options.clip, clip, &grad);
-  const AdamWScalars scalars = MakeScalars<Kernel::kNesterov>(terms);
-  const Vector param = ToFloat(dtypes.param, raw.param);
-  const VectorUpdate next = UpdateVector<Kernel::kAmsgrad, Kernel::kNesterov>(
-      scalars, place.flags.decays ? scalars.weight_decay : 0.0f, args.options.write_params, param,
-      grad, ToFloat(dtypes.mu, raw.mu), ToFloat(dtypes.nu, raw.nu), ToFloat(dtypes.nu, raw.nu_max));
+  const AdamWScalars<Real> scalars = MakeScalars<Kernel::kNesterov>(terms);
+  const Vector<Real> param = ToReal(dtypes.param, raw.param);
+  const Real weight_decay = place.flags.decays ? scalars.weight_decay : 0;
+  const VectorUpdate<Real> next = UpdateVector<Kernel::kAmsgrad, Kernel::kNesterov>(
+      scalars, weight_decay, args.options.write_params, param, grad, ToReal(dtypes.mu, raw.mu),
+      ToReal(dtypes.nu, raw.nu), ToReal(dtypes.nu, raw.nu_max));
   StoreElements<Kernel>(args, place, dtypes, param, raw.ema, noise, terms, next);
 }
 

@@ -51,9 +51,10 @@ __device__ __forceinline__ FirstReads ReadScalarsFirst(const Arguments& args, lo
 template <typename Kernel, typename DTypes, typename Arguments>
 __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPlace& place,
                                             HyperInput hyper, DTypes dtypes) {
-  const RawElements raw = LoadElements<Kernel>(args, place, dtypes);
-  __shared__ __align__(16) HyperTerms terms;
-  __shared__ GradientClip clip;
+  using Real = typename Kernel::Real;
+  const RawElements<Real> raw = LoadElements<Kernel>(args, place, dtypes);
+  __shared__ __align__(16) HyperTerms<Real> terms;
+  __shared__ GradientClip<Real> clip;
   __shared__ int first_count;
   Arrival arrival{};
   VectorNoise noise{};
@@ -72,7 +73,7 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
   }
   // A warp of its own, beside the first one's work.
   if (args.options.clip != Clip::kOff && threadIdx.x == 32) {
-    clip = args.step.ReadClip(args.options.clip, place.chunk.member);
+    clip = args.step.template ReadClip<Real>(args.options.clip, place.chunk.member);
   }
   __syncthreads();
   if (Kernel::kSmallGrid) noise = MakeNoise<Kernel>(args, place, [&] { return first_count; });
@@ -134,6 +135,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   JFA_CLASS_KERNELS(Bf16Moments, __VA_ARGS__)   \
   JFA_CLASS_KERNELS(Float32Extras, __VA_ARGS__) \
   JFA_CLASS_KERNELS(General, __VA_ARGS__)       \
+  JFA_CLASS_KERNELS(Float64, __VA_ARGS__)       \
   JFA_ANALYZING_KERNEL(__VA_ARGS__)
 #elif JFA_ONLY_ANALYZING
 #define JFA_UPDATE_KERNELS(...) JFA_ANALYZING_KERNEL(__VA_ARGS__)
@@ -147,8 +149,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #define JFA_UPDATE_KERNELS(...) JFA_CLASS_KERNELS(Bf16Moments, __VA_ARGS__)
 #elif JFA_ONLY_CLASS == 4
 #define JFA_UPDATE_KERNELS(...) JFA_CLASS_KERNELS(Float32Extras, __VA_ARGS__)
-#else
+#elif JFA_ONLY_CLASS == 5
 #define JFA_UPDATE_KERNELS(...) JFA_CLASS_KERNELS(General, __VA_ARGS__)
+#else
+#define JFA_UPDATE_KERNELS(...) JFA_CLASS_KERNELS(Float64, __VA_ARGS__)
 #endif
 
 #if !defined(JFA_ONLY_RULE) || JFA_ONLY_RULE == 0

@@ -37,7 +37,16 @@ inline std::string LeafName(const char* kind, std::size_t leaf) {
 }
 
 inline ffi::DataType FfiDType(DType dtype) {
-  return dtype == DType::kFloat32 ? ffi::F32 : dtype == DType::kBfloat16 ? ffi::BF16 : ffi::F16;
+  switch (dtype) {
+    case DType::kFloat32:
+      return ffi::F32;
+    case DType::kBfloat16:
+      return ffi::BF16;
+    case DType::kFloat16:
+      return ffi::F16;
+    default:
+      return ffi::F64;
+  }
 }
 
 // Pulls typed views out of the two variadic frames and remembers the first failure.
@@ -103,8 +112,10 @@ class Decoder {
         return DType::kBfloat16;
       case ffi::F16:
         return DType::kFloat16;
+      case ffi::F64:
+        return DType::kFloat64;
       default:
-        Fail(LeafName(kind, leaf) + ": expected float32, bfloat16 or float16");
+        Fail(LeafName(kind, leaf) + ": expected float32, bfloat16, float16 or float64");
         return DType::kFloat32;
     }
   }

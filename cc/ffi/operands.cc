@@ -107,6 +107,10 @@ void DecodeMomentDTypes(Decoder& decoder, const Frame& frame, UpdateOptions* opt
   options->mu_dtype = decoder.LeafDType(decoder.Result(frame.num_leaves), "new mu", 0);
   options->nu_dtype = decoder.LeafDType(decoder.Result(2 * frame.num_leaves), "new nu", 0);
   if (options->nu_dtype == DType::kFloat16) decoder.Fail("nu: expected float32 or bfloat16");
+  const bool stochastic = options->stochastic_moments || options->stochastic_params;
+  if (options->is_float64() && stochastic) {
+    decoder.Fail("float64: nothing of it is rounded stochastically");
+  }
 }
 
 // The operands and results of one leaf, a kind after the other.
@@ -122,7 +126,7 @@ class LeafDecoder {
 
   LeafOperands Decode(const UpdateOptions& options) {
     LeafOperands leaf{};
-    DecodeParam(&leaf);
+    DecodeParam(options, &leaf);
     const DType mu = options.mu_dtype;
     const DType nu = options.nu_dtype;
     const bool has_nu_max = options.amsgrad != Amsgrad::kOff;
@@ -136,25 +140,38 @@ class LeafDecoder {
     if (has_nu_max) leaf.nu_max_out = NextResult(nu, "new nu_max");
     if (options.has_copies) DecodeCopy(&leaf);
     if (options.has_ema) {
-      leaf.ema = static_cast<const float*>(Next(DType::kFloat32, "ema"));
-      leaf.ema_out = static_cast<float*>(NextResult(DType::kFloat32, "new ema"));
+      leaf.ema = Next(ArithmeticOf(leaf.param_dtype), "ema");
+      leaf.ema_out = NextResult(ArithmeticOf(leaf.param_dtype), "new ema");
     }
     return leaf;
   }
 
  private:
-  void DecodeParam(LeafOperands* leaf) {
+  void DecodeParam(const UpdateOptions& options, LeafOperands* leaf) {
     leaf->num_elements = static_cast<std::int64_t>(param_.element_count());
     leaf->param = param_.untyped_data();
     leaf->param_dtype = decoder_.LeafDType(param_, "parameter", leaf_);
     leaf->grad_dtype = NextDType("gradient");
     leaf->grad = Next(leaf->grad_dtype, "gradient");
     leaf->out = decoder_.ResultLike(result_, param_, param_.element_type(), "output", leaf_);
+    CheckFloat64(options, *leaf);
+  }
+
+  // A call is float64 or not, but for gradients: those of float64 parameters may be narrower.
+  void CheckFloat64(const UpdateOptions& options, const LeafOperands& leaf) {
+    const bool is_float64 = leaf.param_dtype == DType::kFloat64;
+    if (options.is_float64() != is_float64 || (options.nu_dtype == DType::kFloat64) != is_float64) {
+      decoder_.Fail(LeafName("parameter", leaf_) +
+                    ": expected float64 parameters and moments in all of a call, or in none");
+    }
+    if (leaf.grad_dtype == DType::kFloat64 && !is_float64) {
+      decoder_.Fail(LeafName("gradient", leaf_) + ": float64, of a parameter that is not");
+    }
   }
 
   void DecodeCopy(LeafOperands* leaf) {
     leaf->copy_dtype = NextDType("copy");
-    if (leaf->param_dtype != DType::kFloat32 || leaf->copy_dtype == DType::kFloat32) {
+    if (leaf->param_dtype != DType::kFloat32 || SizeOf(leaf->copy_dtype) != 2) {
       decoder_.Fail(LeafName("copy", leaf_) +
                     ": expected bfloat16 or float16, of a float32 parameter");
     }

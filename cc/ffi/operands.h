@@ -23,7 +23,9 @@
 //              leaf_ids i64[leaves]: a leaf's number in the whole tree,
 //              shard_strides i64[leaves * 6]: three pairs divisor, extra a leaf (core/noise.h)
 //   dtypes     mu float32, bfloat16 or float16, nu and nu_max float32 or bfloat16, alike for all
-//              leaves; copies bfloat16 or float16, of float32 parameters; ema float32
+//              leaves; copies bfloat16 or float16, of float32 parameters; ema float32.
+//              float64 parameters, in all leaves of a call or in none: mu, nu, nu_max and ema
+//              float64 too, gradients any; no copies and no noise
 //
 // Python has checked all of this with the leaves' names; these checks guard the memory.
 #ifndef JAX_FUSED_ADAMW_CC_FFI_OPERANDS_H_

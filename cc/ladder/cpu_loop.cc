@@ -4,8 +4,8 @@
 namespace jfa::cpu {
 
 void UpdateInALoop(const UpdateStep& step, const std::vector<LeafOperands>& leaves) {
-  const AdamW<Amsgrad::kOff, false> adamw{step.scalars};
-  const GradientUnscale unscale = step.unscale;
+  const AdamW<float, Amsgrad::kOff, false> adamw{step.float32.scalars};
+  const GradientUnscale<float> unscale = step.float32.unscale;
   for (const LeafOperands& leaf : leaves) {
     float* const param = static_cast<float*>(leaf.out);
     float* const mu = static_cast<float*>(leaf.mu_out);
@@ -14,7 +14,8 @@ void UpdateInALoop(const UpdateStep& step, const std::vector<LeafOperands>& leav
     for (long long i = 0; i < leaf.num_elements; ++i) {
       const float g =
           unscale.exact_reciprocal ? unscale.Multiply(grad[i]) : unscale.Divide(grad[i]);
-      const ElementUpdate next = adamw(param[i], g, {mu[i], nu[i], 0.0f}, adamw.s.weight_decay);
+      const ElementUpdate<float> next =
+          adamw(param[i], g, {mu[i], nu[i], 0.0f}, adamw.s.weight_decay);
       param[i] += next.update;
       mu[i] = next.moments.mu;
       nu[i] = next.moments.nu;

@@ -16,16 +16,18 @@ struct Element {
   float nu;
 };
 
-__device__ __forceinline__ Element UpdateElement(const HyperTerms& terms, float gradient,
+__device__ __forceinline__ Element UpdateElement(const HyperTerms<float>& terms, float gradient,
                                                  const Element& old) {
-  const AdamW<Amsgrad::kOff, false> adamw{MakeScalars<false>(terms)};
-  const GradientUnscale unscale = MakeUnscale(terms);
+  const AdamW<float, Amsgrad::kOff, false> adamw{MakeScalars<false>(terms)};
+  const GradientUnscale<float> unscale = MakeUnscale(terms);
   const float g = unscale.exact_reciprocal ? unscale.Multiply(gradient) : unscale.Divide(gradient);
-  const ElementUpdate next = adamw(old.param, g, {old.mu, old.nu, 0.0f}, adamw.s.weight_decay);
+  const ElementUpdate<float> next =
+      adamw(old.param, g, {old.mu, old.nu, 0.0f}, adamw.s.weight_decay);
   return {old.param + next.update, next.moments.mu, next.moments.nu};
 }
 
-__device__ __forceinline__ void SetTermsOf(int hyper, const StepOperands& step, HyperTerms* terms) {
+__device__ __forceinline__ void SetTermsOf(int hyper, const StepOperands& step,
+                                           HyperTerms<float>* terms) {
   constexpr bool kMaximize = false;
   step.SetTerms<false>(hyper, step.ReadRaw(hyper, 0), step.count.Read(0), kMaximize, terms);
 }
@@ -38,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 float* mu, float* nu, long long num_elements) {
   const long long i = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= num_elements) return;
-  HyperTerms terms;
+  HyperTerms<float> terms;
 #pragma unroll
   for (int hyper = 0; hyper < kNumHyper; ++hyper) SetTermsOf(hyper, step, &terms);
   const Element next = UpdateElement(terms, grad[i], {param[i], mu[i], nu[i]});
@@ -56,12 +58,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int offset = static_cast<int>(threadIdx.x) * kVector;
   const int left = static_cast<int>(chunk.elements) - offset;
   const Span span{chunk.begin + offset, left, left >= kVector};
-  RawVector raw_param = LoadWords(param, span);
-  RawVector raw_mu = LoadWords(mu, span);
-  RawVector raw_nu = LoadWords(nu, span);
-  const RawVector raw_grad = LoadWords(grad, span);
+  RawVector<float> raw_param = LoadWords<float>(param, span);
+  RawVector<float> raw_mu = LoadWords<float>(mu, span);
+  RawVector<float> raw_nu = LoadWords<float>(nu, span);
+  const RawVector<float> raw_grad = LoadWords<float>(grad, span);
 
-  __shared__ __align__(16) HyperTerms terms;
+  __shared__ __align__(16) HyperTerms<float> terms;
   if (threadIdx.x < kNumHyper) SetTermsOf(static_cast<int>(threadIdx.x), step, &terms);
   __syncthreads();
 

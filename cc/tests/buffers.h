@@ -19,15 +19,22 @@
 
 namespace jfa::tests {
 
+// Those of float32 arithmetic, and with float64 all.
 inline constexpr DType kDTypes[] = {DType::kFloat32, DType::kBfloat16, DType::kFloat16};
+inline constexpr DType kAllDTypes[] = {DType::kFloat32, DType::kBfloat16, DType::kFloat16,
+                                       DType::kFloat64};
 
-inline void StoreAs(DType dtype, void* array, std::size_t i, float value) {
-  if (dtype == DType::kFloat32) static_cast<float*>(array)[i] = value;
-  if (dtype == DType::kBfloat16) static_cast<Bfloat16*>(array)[i] = Store<Bfloat16>(value);
-  if (dtype == DType::kFloat16) static_cast<Float16*>(array)[i] = Store<Float16>(value);
+// By way of float32, except of float64.
+inline void StoreAs(DType dtype, void* array, std::size_t i, double value) {
+  const float rounded = static_cast<float>(value);
+  if (dtype == DType::kFloat64) static_cast<double*>(array)[i] = value;
+  if (dtype == DType::kFloat32) static_cast<float*>(array)[i] = rounded;
+  if (dtype == DType::kBfloat16) static_cast<Bfloat16*>(array)[i] = Store<Bfloat16>(rounded);
+  if (dtype == DType::kFloat16) static_cast<Float16*>(array)[i] = Store<Float16>(rounded);
 }
 
-inline float LoadAs(DType dtype, const void* array, std::size_t i) {
+inline double LoadAs(DType dtype, const void* array, std::size_t i) {
+  if (dtype == DType::kFloat64) return static_cast<const double*>(array)[i];
   if (dtype == DType::kFloat32) return static_cast<const float*>(array)[i];
   if (dtype == DType::kBfloat16) return Load(static_cast<const Bfloat16*>(array)[i]);
   return Load(static_cast<const Float16*>(array)[i]);
@@ -36,7 +43,7 @@ inline float LoadAs(DType dtype, const void* array, std::size_t i) {
 inline void UnifyNans(DType dtype, std::vector<unsigned char>* bytes) {
   const std::size_t n = bytes->size() / static_cast<std::size_t>(SizeOf(dtype));
   for (std::size_t i = 0; i < n; ++i) {
-    const float value = LoadAs(dtype, bytes->data(), i);
+    const double value = LoadAs(dtype, bytes->data(), i);
     if (value != value) StoreAs(dtype, bytes->data(), i, BitsToFloat(kNanBits));
   }
 }

@@ -19,11 +19,12 @@
 
 namespace jfa::tests {
 
-// Pseudo-random values in [-1, 1), or their magnitudes.
+// Pseudo-random values in [-1, 1), or their magnitudes; of float64 with all its bits.
 inline void Fill(void* array, DType dtype, std::size_t n, unsigned seed, bool positive) {
   for (std::size_t i = 0; i < n; ++i) {
     seed = seed * 1664525u + 1013904223u;
-    float value = static_cast<float>(static_cast<int>(seed >> 8) - (1 << 23)) / (1 << 23);
+    double value = static_cast<double>(static_cast<int>(seed >> 8) - (1 << 23)) / (1 << 23);
+    if (dtype == DType::kFloat64) value += (seed * 2654435761u) * 0x1p-56;
     if (positive && value < 0) value = -value;
     StoreAs(dtype, array, i, value);
   }
@@ -59,9 +60,9 @@ struct Case {
   StepCounts counts = {2, 7, 4};  // before the call, of the first member
   Clip clip = Clip::kOff;
   float max_grad = 0.125f;
-  float norm = 1.0f;                  // of the first member
-  std::optional<int> nonfinite = {};  // of the first member; without one none skips the step
-  std::vector<float> gradients = {};  // repeated, in place of random ones
+  float norm = 1.0f;                   // of the first member
+  std::optional<int> nonfinite = {};   // of the first member; without one none skips the step
+  std::vector<double> gradients = {};  // repeated, in place of random ones
   DType mu_dtype = DType::kFloat32;
   DType nu_dtype = DType::kFloat32;
   std::optional<DType> copies = {};
@@ -128,6 +129,12 @@ inline Case CommonCase(std::size_t n) {
           true, 1, ZeroMoments::kNo};
 }
 
+inline Case Float64Case(std::size_t n) {
+  Case c = CommonCase(n);
+  c.param_dtype = c.grad_dtype = c.mu_dtype = c.nu_dtype = DType::kFloat64;
+  return c;
+}
+
 // The arrays that a leaf may have, inputs first.
 enum Array {
   kParam,
@@ -163,7 +170,7 @@ inline DType ArrayDType(const Case& c, int array) {
       return c.copies.value_or(DType::kFloat32);
     case kEma:
     case kEmaOut:
-      return DType::kFloat32;
+      return ArithmeticOf(c.param_dtype);
     default:
       return c.nu_dtype;
   }
@@ -222,13 +229,13 @@ LeafOperands MakeLeaf(const Case& c, const Address& address) {
   leaf.nu = array(kNu);
   leaf.nu_max = array(kNuMax);
   leaf.copy = array(kCopy);
-  leaf.ema = static_cast<float*>(array(kEma));
+  leaf.ema = array(kEma);
   leaf.out = output(kOut);
   leaf.mu_out = output(kMuOut);
   leaf.nu_out = output(kNuOut);
   leaf.nu_max_out = output(kNuMaxOut);
   leaf.copy_out = output(kCopyOut);
-  leaf.ema_out = static_cast<float*>(output(kEmaOut));
+  leaf.ema_out = output(kEmaOut);
   leaf.num_elements = static_cast<long long>(c.total());
   leaf.param_dtype = c.param_dtype;
   leaf.grad_dtype = c.grad_dtype;

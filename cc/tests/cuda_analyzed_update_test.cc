@@ -209,6 +209,24 @@ void TestShapesAndOffsets() {
   }
 }
 
+// float64, which takes the launches of AnalyzeAndMerge and of Update.
+void TestFloat64() {
+  for (std::size_t i = 0; i < std::size(kSizes); ++i) {
+    Case c = Float64Case(kSizes[i]);
+    c.offset = i % 3;
+    c.clip = static_cast<Clip>(i % 3);
+    if (c.clip != Clip::kNorm || i % 2 == 0) c.nonfinite = 0;
+    CheckLeaf(c);
+  }
+  Case c = Float64Case(4099);
+  c.clip = Clip::kNorm;
+  c.gradients = {1e300, 0.25, -1e-310};
+  CheckLeaf(c);
+  c.gradients = {0.25, BitsToFloat(kNanBits)};
+  c.nonfinite = 1;
+  CheckLeaf(c);
+}
+
 // One element among others, in every vector's place of a tile's first and last block.
 void TestNonfinite() {
   const float inf = BitsToFloat(kInfinityBits);
@@ -295,6 +313,7 @@ void TestLargestTreesAtTheSameTime() {
 int main() {
   jfa::cuda::TestShapesAndOffsets();
   jfa::cuda::TestNonfinite();
+  jfa::cuda::TestFloat64();
   jfa::cuda::TestTiles();
   jfa::cuda::TestManyLeaves();
   jfa::cuda::TestManySteps();

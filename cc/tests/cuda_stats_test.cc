@@ -136,6 +136,7 @@ int main() {
   TestEmptyTrees();
   for (const jfa::tests::StatsCase& c : jfa::tests::ShapeCases()) CheckRows(c);
   for (const jfa::tests::StatsCase& c : jfa::tests::NonfiniteCases()) CheckRows(c);
+  for (const jfa::tests::StatsCase& c : jfa::tests::Float64StatsCases()) CheckRows(c);
   for (const jfa::tests::MergeCase& c : jfa::tests::MergeCases()) CheckMerge(c);
   TestManySegments();
   std::printf("%d failures\n", jfa::tests::failures);

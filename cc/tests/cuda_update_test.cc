@@ -165,6 +165,30 @@ void TestBf16Moments() {
   }
 }
 
+void TestFloat64() {
+  for (const std::size_t n : {2, 4, 6, 129, 512, 514, 1028}) {
+    for (const Case& c : Float64Cases(n)) CheckCase(c);
+  }
+}
+
+// Every element offset of a vector and of a 16-byte access, with every gradient dtype.
+void TestFloat64Offsets() {
+  std::size_t next = 0;
+  for (const DType grad : kAllDTypes) {
+    for (std::size_t offset = 0; offset < 8; ++offset) {
+      for (const std::size_t n : kSizes) {
+        Case c = Float64Case(n);
+        c.grad_dtype = grad;
+        c.offset = offset;
+        c.in_place = next++ % 2 == 0;
+        c.has_ema = next % 3 == 0;
+        c.counting = CountingOf(n);
+        CheckCase(c);
+      }
+    }
+  }
+}
+
 void CheckLeaves(const LeafSet& set, const std::vector<std::size_t>& indices, const Case& c) {
   std::vector<unsigned char> host = set.image();
   DeviceBuffer device(host.size(), 0);
@@ -212,6 +236,17 @@ void TestManyLeaves() {
   }
 }
 
+// The same of float64, where a first step is no class of its own.
+void TestManyLeavesOfFloat64() {
+  for (const int kind : {0, 1, 2}) {
+    Case c = Float64Case(0);
+    c.in_place = kind == 0;
+    c.has_ema = kind != 0;
+    if (kind == 2) c.zero_moments = ZeroMoments::kNull;
+    CheckLeafCounts(c, /*any_dtype=*/false);
+  }
+}
+
 // The same of what a row of the table has more, with strides and without.
 void TestManyLeavesOfLowPrecision() {
   for (const int kind : {0, 1, 2, 3}) {
@@ -247,7 +282,7 @@ LeafSet MakeGridLimit(const Case& c) {
 }
 
 void TestGridLimit() {
-  std::vector<Case> cases(7, CommonCase(0));
+  std::vector<Case> cases(9, CommonCase(0));
   cases[1].skip = true;
   cases[2].nonfinite = 1;
   cases[3].nonfinite = 0;
@@ -257,6 +292,9 @@ void TestGridLimit() {
   cases[5].stochastic_moments = true;
   cases[6].has_ema = true;
   cases[6].copies = DType::kBfloat16;
+  cases[7] = Float64Case(0);
+  cases[8] = Float64Case(0);
+  cases[8].skip = true;
   for (const Case& c : cases) {
     const LeafSet set = MakeGridLimit(c);
     CheckLeaves(set, {0, 1}, c);
@@ -305,10 +343,7 @@ class Training {
 
 // Steps in place that nothing synchronises, of two trees that may run at the same time: a block
 // that counts too early or too late, or for the other tree, changes a later step's bits.
-void TestManySteps(DType moments) {
-  Case c = CommonCase(0);
-  c.mu_dtype = c.nu_dtype = moments;
-  c.stochastic_moments = moments != DType::kFloat32;
+void CheckManySteps(Case c) {
   const LeafSet set = MakeGridLimit(c);
   Training often(set, {0, 1}, c);
   c.counts.count = 20;
@@ -321,6 +356,15 @@ void TestManySteps(DType moments) {
   Require(Device().CtxSynchronize(), "cuCtxSynchronize");
   often.CheckResult();
   seldom.CheckResult();
+}
+
+void TestManySteps() {
+  CheckManySteps(CommonCase(0));
+  CheckManySteps(Float64Case(0));
+  Case c = CommonCase(0);
+  c.mu_dtype = c.nu_dtype = DType::kBfloat16;
+  c.stochastic_moments = true;
+  CheckManySteps(c);
 }
 
 // The ladder's kernels give the bits of the CPU too, for what they take.
@@ -364,12 +408,14 @@ int main() {
   jfa::cuda::TestClip();
   jfa::cuda::TestLowPrecision();
   jfa::cuda::TestBf16Moments();
+  jfa::cuda::TestFloat64();
+  jfa::cuda::TestFloat64Offsets();
   jfa::cuda::TestManyLeaves();
   jfa::cuda::TestManyLeavesOfLowPrecision();
+  jfa::cuda::TestManyLeavesOfFloat64();
   jfa::cuda::TestEmptyTrees();
   jfa::cuda::TestGridLimit();
-  jfa::cuda::TestManySteps(jfa::DType::kFloat32);
-  jfa::cuda::TestManySteps(jfa::DType::kBfloat16);
+  jfa::cuda::TestManySteps();
   jfa::cuda::TestLadder(jfa::cuda::Rung::kNaive);
   jfa::cuda::TestLadder(jfa::cuda::Rung::kVectors);
   std::printf("%d failures\n", jfa::tests::failures);

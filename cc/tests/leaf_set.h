@@ -64,14 +64,16 @@ class LeafSet {
 };
 
 // `count` leaves like `c` and then an empty one. float32 parameters with float32 and bfloat16
-// gradients, which have kernels of their own, or all dtypes.
+// gradients, which have kernels of their own, or all dtypes of float32 arithmetic; of float64 ones
+// all gradients.
 inline LeafSet MakeLeafSet(const Case& c, std::size_t count, bool any_dtype) {
   const std::size_t sizes[] = {1, 2, 3, 5, 8, 31, 128, 300, 511, 513, 1100};
   std::vector<Case> cases(count + 1, c);
   for (std::size_t i = 0; i < count; ++i) {
     cases[i].n = sizes[i % std::size(sizes)];
     cases[i].offset = i % 5 == 0 ? 1 : 0;
-    cases[i].grad_dtype = kDTypes[i % (any_dtype ? 3 : 2)];
+    const bool is_float64 = c.param_dtype == DType::kFloat64;
+    cases[i].grad_dtype = kAllDTypes[i % (is_float64 ? 4 : any_dtype ? 3 : 2)];
     if (any_dtype) cases[i].param_dtype = kDTypes[i / 3 % 3];
   }
   cases[count].n = 0;

@@ -41,7 +41,8 @@ struct MergeCase {
     std::vector<StatsRow> rows(RowsPerMember() * static_cast<std::size_t>(members));
     unsigned state = 7;
     for (std::size_t i = 0; i < rows.size(); i += period) {
-      const Word32 max_bits = MagnitudeBits(BitsToFloat(format.RandomBits(magnitude, &state)));
+      const Word32 max_bits =
+          MagnitudeBits(BitsToFloat(static_cast<Word32>(format.RandomBits(magnitude, &state))));
       const float sum = static_cast<float>(NextRandom(&state)) * 0x1p-10f;
       rows[i] = {max_bits == 0 ? 0.0f : sum, max_bits, 0};
       if (nonfinite == 0 || i / period % 100 != 0) continue;

@@ -181,14 +181,16 @@ void TestIndices() {
 // The values of an array as float32.
 std::vector<float> ValuesOf(DType dtype, const void* array, std::size_t n) {
   std::vector<float> values;
-  for (std::size_t i = 0; i < n; ++i) values.push_back(LoadAs(dtype, array, i));
+  for (std::size_t i = 0; i < n; ++i) {
+    values.push_back(static_cast<float>(LoadAs(dtype, array, i)));
+  }
   return values;
 }
 
 float Rounded(DType dtype, float value) {
-  Word32 storage = 0;
+  Word64 storage = 0;
   StoreAs(dtype, &storage, 0, value);
-  return LoadAs(dtype, &storage, 0);
+  return static_cast<float>(LoadAs(dtype, &storage, 0));
 }
 
 float RoundedStochastically(DType dtype, float value, Word32 random) {
@@ -227,7 +229,7 @@ class Twin {
           "mu of " + name);
     Check(LoadAs(c.nu_dtype, next.nu_out, i) == Moment(c.nu_dtype, nu_[i], word >> 16),
           "nu of " + name);
-    const float out = LoadAs(c.param_dtype, next.out, i);
+    const float out = static_cast<float>(LoadAs(c.param_dtype, next.out, i));
     const bool is_stochastic =
         c.stochastic_params && c.write_params && c.param_dtype == DType::kBfloat16;
     const Word32 random = RandomWord(i, c.place.leaf_id | 0x80000000u) & 0xffffu;
@@ -240,7 +242,7 @@ class Twin {
     const float param = c.write_params ? out : Rounded(c.param_dtype, old_param_[i] + out);
     const float ema =
         static_cast<float>(0.97) * old_ema_[i] + static_cast<float>(1.0 - 0.97) * param;
-    Check(next.ema_out[i] == ema, "average of " + name);
+    Check(LoadAs(DType::kFloat32, next.ema_out, i) == ema, "average of " + name);
   }
 
  private:

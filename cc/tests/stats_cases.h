@@ -20,7 +20,17 @@ inline unsigned NextRandom(unsigned* state) {
 }
 
 // Which exponents the elements have, of those that their dtype has.
-enum class Magnitude { kOrdinary, kAny, kLargest, kSmallest, kSubnormal, kZero };
+// kOverflow and kUnderflow are of float64: near float32's largest and smallest numbers.
+enum class Magnitude {
+  kOrdinary,
+  kAny,
+  kLargest,
+  kSmallest,
+  kSubnormal,
+  kZero,
+  kOverflow,
+  kUnderflow
+};
 inline constexpr Magnitude kMagnitudes[] = {Magnitude::kOrdinary,  Magnitude::kAny,
                                             Magnitude::kLargest,   Magnitude::kSmallest,
                                             Magnitude::kSubnormal, Magnitude::kZero};
@@ -29,38 +39,47 @@ inline constexpr Magnitude kMagnitudes[] = {Magnitude::kOrdinary,  Magnitude::kA
 struct Format {
   unsigned mantissa_bits;
   unsigned infinity;  // the exponent of infinities and NaNs
-  unsigned sign;
+  Word64 sign;
 
-  unsigned RandomBits(Magnitude magnitude, unsigned* state) const {
+  Word64 RandomBits(Magnitude magnitude, unsigned* state) const {
     const unsigned middle = infinity / 2;
     const auto between = [&](unsigned low, unsigned high) {
       return low + NextRandom(state) % (high - low + 1);
     };
-    const unsigned exponent = magnitude == Magnitude::kOrdinary ? between(middle - 6, middle)
-                              : magnitude == Magnitude::kAny    ? between(0, infinity - 1)
-                              : magnitude == Magnitude::kLargest
-                                  ? between(infinity - 2, infinity - 1)
-                              : magnitude == Magnitude::kSmallest ? between(0, 2)
-                                                                  : 0;
-    const unsigned random_sign = NextRandom(state) % 2 * sign;
+    const unsigned exponent =
+        magnitude == Magnitude::kOrdinary    ? between(middle - 6, middle)
+        : magnitude == Magnitude::kAny       ? between(0, infinity - 1)
+        : magnitude == Magnitude::kLargest   ? between(infinity - 2, infinity - 1)
+        : magnitude == Magnitude::kSmallest  ? between(0, 2)
+        : magnitude == Magnitude::kOverflow  ? between(middle + 125, middle + 129)
+        : magnitude == Magnitude::kUnderflow ? between(middle - 151, middle - 125)
+                                             : 0;
+    const Word64 random_sign = NextRandom(state) % 2 * sign;
     if (magnitude == Magnitude::kZero) return random_sign;
-    return random_sign | exponent << mantissa_bits | NextRandom(state) % (1u << mantissa_bits);
+    Word64 mantissa = NextRandom(state);
+    if (mantissa_bits > 24) {
+      mantissa |= static_cast<Word64>(NextRandom(state)) << 24;
+      mantissa |= static_cast<Word64>(NextRandom(state)) << 48;
+    }
+    return random_sign | static_cast<Word64>(exponent) << mantissa_bits |
+           mantissa % (Word64{1} << mantissa_bits);
   }
 
   // Quiet and signalling NaNs, infinities.
-  std::vector<unsigned> Nonfinite() const {
-    const unsigned bits = infinity << mantissa_bits;
-    const unsigned quiet = bits | 1u << (mantissa_bits - 1);
+  std::vector<Word64> Nonfinite() const {
+    const Word64 bits = static_cast<Word64>(infinity) << mantissa_bits;
+    const Word64 quiet = bits | Word64{1} << (mantissa_bits - 1);
     return {quiet, sign | quiet, bits | 1u, sign | bits | 1u, bits, sign | bits};
   }
 };
 
 inline Format FormatOf(DType dtype) {
+  if (dtype == DType::kFloat64) return {52, 2047, Word64{1} << 63};
   if (dtype == DType::kFloat32) return {23, 255, 0x80000000u};
   return dtype == DType::kBfloat16 ? Format{7, 255, 0x8000u} : Format{10, 31, 0x8000u};
 }
 
-inline void SetBits(DType dtype, std::vector<unsigned char>* array, std::size_t i, unsigned bits) {
+inline void SetBits(DType dtype, std::vector<unsigned char>* array, std::size_t i, Word64 bits) {
   const auto size = static_cast<std::size_t>(SizeOf(dtype));
   for (std::size_t byte = 0; byte < size; ++byte) {
     (*array)[i * size + byte] = static_cast<unsigned char>(bits >> (8 * byte));
@@ -84,6 +103,7 @@ struct StatsCase {
   Planted planted = {0, {}};  // in the first leaf, whose members lie one after another
 
   DType LeafDType(std::size_t leaf) const {
+    if (dtype == DType::kFloat64 && leaf % 2 == 0) return dtype;
     return kDTypes[(static_cast<std::size_t>(dtype) + leaf) % 3];
   }
   float Scale(std::int64_t member) const {
@@ -202,7 +222,7 @@ inline std::vector<StatsCase> ShapeCases() {
   std::vector<StatsCase> cases;
   unsigned state = 1;
   const auto draw = [&](const auto& from) { return from[NextRandom(&state) % std::size(from)]; };
-  for (const DType dtype : kDTypes) {
+  for (const DType dtype : kAllDTypes) {
     for (std::size_t offset = 0; offset < 16; ++offset) {
       for (const std::size_t n : kStatsSizes) {
         StatsCase c{{n}, offset, dtype, 1, 1, {draw(scales)}, draw(kMagnitudes)};
@@ -217,10 +237,25 @@ inline std::vector<StatsCase> ShapeCases() {
   return cases;
 }
 
+// float64 gradients around what float32 can hold.
+inline std::vector<StatsCase> Float64StatsCases() {
+  std::vector<StatsCase> cases;
+  for (const Magnitude magnitude : {Magnitude::kOverflow, Magnitude::kUnderflow}) {
+    for (const std::size_t offset : {0, 1, 2}) {
+      for (const std::size_t n : {1, 3, 515, 4096, 8193}) {
+        for (const float scale : StatsScales()) {
+          cases.push_back({{n, 5}, offset, DType::kFloat64, 1, 1, {scale}, magnitude});
+        }
+      }
+    }
+  }
+  return cases;
+}
+
 // Each NaN and infinity at the first, a middle and the last place, and at all three.
 inline std::vector<StatsCase> NonfiniteCases() {
   std::vector<StatsCase> cases;
-  for (const DType dtype : kDTypes) {
+  for (const DType dtype : kAllDTypes) {
     for (unsigned kind = 0; kind < FormatOf(dtype).Nonfinite().size(); ++kind) {
       for (const std::size_t n : {3, 515, 9001}) {
         for (const float scale : {1.0f, 4.0f, 3.0f}) {

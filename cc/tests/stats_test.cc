@@ -36,8 +36,8 @@ std::vector<float> Unscaled(const StatsCase& c, std::size_t leaf, std::int64_t m
   std::vector<float> elements;
   for (std::size_t i = 0; i < c.sizes[leaf]; ++i) {
     const std::size_t place = static_cast<std::size_t>(member) * c.sizes[leaf] + i;
-    const float stored = LoadAs(c.LeafDType(leaf), gradient.data(), place);
-    elements.push_back(valid ? stored / scale : std::nanf(""));
+    const float element = TwinElement(LoadAs(c.LeafDType(leaf), gradient.data(), place));
+    elements.push_back(valid ? element / scale : std::nanf(""));
   }
   return elements;
 }
@@ -63,6 +63,7 @@ std::vector<StatsRow> CheckRows(const InstructionSet* sets, int num_sets, const 
 
 void TestRows(const InstructionSet* sets, int num_sets) {
   for (const StatsCase& c : ShapeCases()) CheckRows(sets, num_sets, c);
+  for (const StatsCase& c : Float64StatsCases()) CheckRows(sets, num_sets, c);
   for (const StatsCase& c : NonfiniteCases()) {
     std::size_t nonfinite = 0;
     for (const StatsRow& row : CheckRows(sets, num_sets, c)) {

@@ -59,6 +59,12 @@ T TwinTree(std::vector<T> lanes, const Add& add) {
   return lanes[0];
 }
 
+// The element that a gradient enters as.
+inline float TwinElement(double gradient) {
+  const double most = std::numeric_limits<float>::max();
+  return static_cast<float>(std::isfinite(gradient) ? std::clamp(gradient, -most, most) : gradient);
+}
+
 // `elements` are unscaled already.
 inline TwinSums TwinTile(const float* elements, std::size_t n) {
   TwinSums sums;

@@ -91,6 +91,45 @@ inline std::vector<Place> Places() {
           {5, 0, {none, MakeStride(128, 384), MakeStride(2048, 1ll << 40)}}};
 }
 
+// float64 parameters by every rule, with gradients of every dtype, clipped both ways and not; the
+// other options take turns, with periods that are prime to each other's.
+inline std::vector<Case> Float64Cases(std::size_t n) {
+  const double inf = BitsToFloat(kInfinityBits);
+  const std::vector<double> extremes = {1e300, -0.5, inf, 1e-310, -1e300,   BitsToFloat(kNanBits),
+                                        0.25,  -inf, 0.0, 1e-160, kMaxFloat};
+  std::vector<Case> cases;
+  std::size_t next = 0;
+  for (const Amsgrad amsgrad : {Amsgrad::kOff, Amsgrad::kUncorrected, Amsgrad::kCorrected}) {
+    for (const bool nesterov : {false, true}) {
+      for (const DType grad : kAllDTypes) {
+        for (const Clip clip : {Clip::kOff, Clip::kNorm, Clip::kValue}) {
+          for (const ZeroMoments zero : {ZeroMoments::kNo, ZeroMoments::kNull}) {
+            Case c = Float64Case(n - next % 5 / 3);
+            c.amsgrad = amsgrad;
+            c.nesterov = nesterov;
+            c.grad_dtype = grad;
+            c.clip = clip;
+            c.zero_moments = zero;
+            if (next % 7 == 0) c.gradients = extremes;
+            c.write_params = next % 5 != 0;
+            c.skip = next % 11 == 0;
+            c.in_place = next % 3 != 0;
+            c.has_ema = next % 13 % 2 == 0;
+            c.offset = next % 17 % 4;
+            c.members = next % 19 == 0 ? 3 : 1;
+            c.norm = c.members == 1 && next % 25 < 8 ? kMaxFloat : next % 25 < 16 ? 0.1f : 1.3f;
+            c.counting = next % 5 < 2 ? Counting::kPerMember : Counting::kShared;
+            c.counts.count = next % 23 == 0 ? 999 : 2;
+            cases.push_back(c);
+            ++next;
+          }
+        }
+      }
+    }
+  }
+  return cases;
+}
+
 // Every set of dtypes of parameters and moments, rounded both ways, with copies and averages; the
 // other options take turns, with periods that are prime to each other's.
 inline std::vector<Case> LowPrecisionCases(std::size_t n) {

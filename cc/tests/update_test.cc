@@ -90,6 +90,12 @@ void TestLowPrecision(const InstructionSet* sets, int num_sets) {
   }
 }
 
+void TestFloat64(const InstructionSet* sets, int num_sets) {
+  for (const std::size_t n : {2, 5, 17, 258, 1001}) {
+    for (const Case& c : Float64Cases(n)) CheckCase(sets, num_sets, c);
+  }
+}
+
 // Every element offset, the places taking turns.
 void TestLowPrecisionAlignments(const InstructionSet* sets, int num_sets) {
   const std::vector<Place> places = Places();
@@ -168,7 +174,8 @@ void TestThreads(const InstructionSet& isa) {
   const std::size_t many = 5 * kBlockElements + 17;
   Case c{many, 0, DType::kFloat32, DType::kBfloat16, Amsgrad::kOff, false, true, false,
          true, 1, ZeroMoments::kNo};
-  for (const int kind : {0, 1, 2, 3}) {
+  for (const int kind : {0, 1, 2, 3, 4}) {
+    if (kind == 4) c = Float64Case(many);
     c.zero_moments = (kind & 1) != 0 ? ZeroMoments::kNull : ZeroMoments::kNo;
     if ((kind & 2) != 0) {
       c.mu_dtype = c.nu_dtype = DType::kBfloat16;
@@ -217,6 +224,7 @@ int Main() {
   TestClip(sets, num_sets);
   TestLowPrecision(sets, num_sets);
   TestLowPrecisionAlignments(sets, num_sets);
+  TestFloat64(sets, num_sets);
   for (int i = 0; i < num_sets; ++i) TestClippedValues(sets[i]);
   TestThreads(sets[0]);
   std::printf("%d failures\n", failures);
