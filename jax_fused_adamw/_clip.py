@@ -90,10 +90,9 @@ def clip_by_global_norm(
         norms = analysis.report.norm, analysis.scaled_norm
 
         def clip(grad: jax.Array) -> jax.Array:
-            limit = jnp.asarray(max_norm, jnp.float32)
-            return clip_by_norm(grad.astype(jnp.float32), *norms, limit).astype(
-                grad.dtype
-            )
+            real = jnp.promote_types(grad.dtype, jnp.float32)
+            limit = jnp.asarray(max_norm, real)
+            return clip_by_norm(grad.astype(real), *norms, limit).astype(grad.dtype)
 
         return jax.tree.map(clip, updates), ClipByGlobalNormState(analysis.report)
 
