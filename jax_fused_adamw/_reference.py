@@ -150,8 +150,9 @@ def clip_by_norm(
 ) -> jax.Array:
     """``grad`` if ``norm <= max_norm``, else ``(grad / norm) * max_norm``.
 
-    The norms are float32, all else of the arithmetic's dtype. A norm that is not finite makes every gradient NaN; one that exceeds float32, which
-    reports the largest float32, is known by ``scaled_norm``, its product with 2^-64.
+    The norms are float32, all else of the arithmetic's dtype. A norm that is not
+    finite makes every gradient NaN; one that exceeds float32, which reports the
+    largest float32, is known by ``scaled_norm``, its product with 2^-64.
     """
     norm, scaled_norm = norm.astype(grad.dtype), scaled_norm.astype(grad.dtype)
     is_within = (norm <= max_norm) & jnp.isfinite(norm)

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_fused_adamw import _checks
 from jax_fused_adamw._export import saved_by_name
@@ -21,7 +20,8 @@ class FusedAdamWState(NamedTuple):
 
     The names are optax's, so ``optax.tree.get(state, "mu")`` works. ``master`` and
     ``compute`` have None in the place of a parameter that needs none: JAX's own empty
-    node, which jit, checkpoints and ``jax.export`` know.
+    node, which jit, checkpoints and ``jax.export`` know. Leaves of ``mu``, ``nu``,
+    ``nu_max`` and ``ema`` beside a float64 parameter are float64.
     """
 
     count: jax.Array  # int32[]: applied steps, saturating

@@ -2,9 +2,9 @@
 
 A parameter is updated directly, or is itself the rounded copy that the call writes of
 its float32 master; a float32 parameter may have a low-precision copy for the next
-forward pass. A parameter that the call has written although the caller wants updates
-gets its update as a difference of float32: no difference of low precision would lead
-to every value.
+forward pass; a float64 one has neither, and calls of its own. A parameter that the
+call has written although the caller wants updates gets its update as a difference of
+float32: no difference of low precision would lead to every value.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,6 @@ from jax_fused_adamw._in_place import InPlaceUpdate, difference
 from jax_fused_adamw._operands import Buffers, Results
 from jax_fused_adamw._options import Options
 from jax_fused_adamw._state import FusedAdamWState
-
 
 _FLOAT64 = {
     "mu_dtype": "float64",
