@@ -7,7 +7,7 @@ import optax
 import pytest
 from helpers import assert_same_bits, count_ops
 from jax.sharding import PartitionSpec as P
-from low_precision import each_implementation, steps
+from low_precision import each_implementation, needs_kernel, steps
 from meshes import KINDS, is_placed, make_mesh, place
 
 import jax_fused_adamw as jfa
@@ -114,7 +114,8 @@ def test_clip_by_global_norm(implementation):
     assert updates["z"].dtype == jnp.float64 and updates["a"].dtype == jnp.float32
     norm = np.float64(state.report.norm)
     np.testing.assert_allclose(updates["z"], grads["z"] / norm * 0.5, rtol=1e-15)
-    unclipped, _ = jfa.clip_by_global_norm(1e9).update(grads, tx.init(grads))
+    tx = jfa.clip_by_global_norm(1e9, implementation=implementation)
+    unclipped, _ = tx.update(grads, tx.init(grads))
     assert_same_bits(unclipped, grads)
 
 
@@ -165,9 +166,10 @@ def test_accumulate(implementation):
 
 
 @with_x64
-def test_loss_scale():
+@each_implementation
+def test_loss_scale(implementation):
     loss_scale = jfa.DynamicLossScale(2.0**15)
-    tx = jfa.fused_adamw(0.1, skip_nonfinite=True)
+    tx = jfa.fused_adamw(0.1, skip_nonfinite=True, implementation=implementation)
     params = {"w": normal(1)}
 
     def loss(params, factor):
@@ -221,7 +223,7 @@ def test_members(implementation):
 
 @with_x64
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("implementation", [None, "xla"])
+@each_implementation
 def test_sharded(kind, implementation):
     """Nothing is gathered; only the rows of the norm cross devices."""
     tx = jfa.fused_adamw(
@@ -252,6 +254,7 @@ def test_sharded(kind, implementation):
 
 
 @with_x64
+@needs_kernel
 def test_sharded_bits(mesh):
     """Without a norm they are those of one device."""
     tx = jfa.fused_adamw(0.1, amsgrad=True, weight_decay=0.1)
@@ -265,6 +268,7 @@ def test_sharded_bits(mesh):
 
 
 @with_x64
+@needs_kernel
 def test_export():
     export = pytest.importorskip("jax.export")
     pytest.importorskip("flatbuffers", reason="it comes with the test extra")
