@@ -121,9 +121,9 @@ def check_grads(grads: Any, params: Any) -> None:
         _check_leaf_dtype("grads", path, grad, _GRAD_REMEDY)
         if grad.dtype == np.float64 and param.dtype != np.float64:
             raise TypeError(
-                f"fused_adamw: {leaf_name('grads', path)} has dtype float64, its "
-                f"parameter {param.dtype}: expected at most float32, in which the step "
-                f"of such a parameter is; cast it with .astype({str(param.dtype)!r})"
+                f"fused_adamw: {leaf_name('grads', path)} has dtype float64, expected "
+                f"float32 or below for a parameter of {param.dtype}, whose step is "
+                f"float32: cast it with .astype({str(param.dtype)!r})"
             )
         _check_shape("grads", path, grad, param)
 
