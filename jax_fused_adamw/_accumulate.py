@@ -35,7 +35,7 @@ class AccumulateState(NamedTuple):
     mini_step: jax.Array  # int32[]: micro-batches in the pending window
     total_weight: jax.Array  # float32[]: their weights' sum
     skip: jax.Array  # bool[]: whether one of them has condemned the window
-    acc_grads: Any  # float32 leaves: sum of weight * gradient / gradient_scale
+    acc_grads: Any  # float32 or float64 leaves: sum of weight * grad / gradient_scale
     inner_opt_state: Any
     skipped_windows: jax.Array  # int32[]: windows without a step, saturating
 
@@ -54,10 +54,11 @@ def accumulate(
 
       \bar g = \sum_{i=1}^{k} w_i \, (\tilde g_i / s_i) \Big/ \sum_{i=1}^{k} w_i
 
-    in float32, added in this order: :math:`k` is ``every_k``, :math:`\tilde g_i` are
-    the ``grads`` of micro-batch :math:`i`, :math:`w_i` is its ``weight`` and
-    :math:`s_i` its ``gradient_scale``. Where weights are not given, it is the plain
-    mean of equal micro-batches: do not divide their losses by their number again.
+    in float32 (float64 for float64 parameters), added in this order: :math:`k` is
+    ``every_k``, :math:`\tilde g_i` are the ``grads`` of micro-batch :math:`i`,
+    :math:`w_i` is its ``weight`` and :math:`s_i` its ``gradient_scale``. Where weights
+    are not given, it is the plain mean of equal micro-batches: do not divide their
+    losses by their number again.
 
     A window ends after ``every_k`` calls. If it holds a gradient that is not finite, a
     ``skip_update`` or a bad scale or weight, or if the sum of :math:`w_i g_i` or of
@@ -95,9 +96,9 @@ def accumulate(
 
     Args:
       tx: the transformation that takes the steps; ours, or one of optax. It is given
-        float32 gradients whatever the parameters' dtype. ``optax.apply_if_finite``
-        cannot take these for low-precision parameters: leave it out, since a window
-        that is not finite is skipped anyway.
+        float32 gradients for all parameters but float64 ones.
+        ``optax.apply_if_finite`` cannot take these for low-precision parameters: leave
+        it out, since a window that is not finite is skipped anyway.
       every_k: micro-batches in a window, a Python integer, at least 1. It is static:
         schedules and arrays are not taken.
 
@@ -105,8 +106,8 @@ def accumulate(
       An :class:`optax.GradientTransformationExtraArgs` with an
       :class:`AccumulateState`. Accumulators take 4 bytes a parameter; a pending window
       is in the state, is saved with it and goes on where it was. Gradients may be of
-      other dtypes than the parameters; ``tx`` always sees float32, and its state keeps
-      the dtypes that it had.
+      other dtypes than the parameters; ``tx`` sees float32 or float64 as said, and its
+      state keeps the dtypes that it had.
 
     Raises:
       TypeError: ``every_k`` is not a Python integer; at ``update``: an argument of

@@ -50,11 +50,12 @@ def fused_adamw(
 
     Differs from :func:`optax.adamw` in where the work happens, not in what it is: one
     kernel unscales the gradient, moves both moments, corrects their bias, decays and
-    writes the parameter, in place when its arguments are donated. Arithmetic is float32
-    whatever the dtypes of parameters, gradients and moments; the update is that of the
-    new moments before they are rounded to theirs. The bias corrections are exact to
-    float32 (optax's :math:`1-\beta_2^t` is up to 226 ulp off for :math:`\beta_2=.999`),
-    so compare the two at about ``rtol=5e-5``.
+    writes the parameter, in place when its arguments are donated. Arithmetic is float64
+    for float64 parameters and float32 for all others, whatever the dtypes of gradients
+    and moments; the update is that of the new moments before they are rounded to
+    theirs. The bias corrections are exact to float32 (optax's :math:`1-\beta_2^t` is up
+    to 226 ulp off for :math:`\beta_2=.999`), so compare the two at about ``rtol=5e-5``,
+    in float64 at ``1e-12``.
 
     .. math::
 
@@ -71,7 +72,7 @@ def fused_adamw(
     is ``weight_decay``, :math:`s` is -1 with ``maximize`` and 1 otherwise,
     :math:`t` is ``state.count + 1``.
 
-    Three ways to use it, with the same bits for float32 parameters:
+    Three ways to use it, with the same bits for float32 and float64 parameters:
 
     * ``params, state = jfa.step(tx, grads, state, params)``: the fast path.
     * ``tx.update`` and ``optax.apply_updates`` with ``in_place=True``: the protocol
@@ -79,9 +80,16 @@ def fused_adamw(
     * ``tx.update`` and ``optax.apply_updates``: contract-exact arrays, and one more
       pass over the parameters; not faster than XLA on large leaves.
 
-    Parameters are float32, bfloat16 or float16 leaves of any shape, mixed freely;
-    ``None`` and ``optax.MaskedNode`` pass through. The update has the dtype of its
-    parameter. Gradients may be of any of the three dtypes, leaf by leaf.
+    Parameters are float32, bfloat16, float16 or, where ``jax_enable_x64`` is on,
+    float64 leaves of any shape, mixed freely; ``None`` and ``optax.MaskedNode`` pass
+    through. The update has the dtype of its parameter. Gradients may be of any of these
+    dtypes, leaf by leaf; only float64 ones want a float64 parameter.
+
+    A float64 parameter has all of its state in float64, whatever ``mu_dtype`` and
+    ``nu_dtype`` say, needs neither master nor copy, and is updated in a kernel call
+    beside that of the others. Hyperparameters that the host knows act on it unrounded,
+    traced ones as float32. Norms stay float32, and a finite gradient beyond float32
+    enters them as the largest float32.
 
     What is kept besides may be of lower precision, or of higher:
 
@@ -173,7 +181,8 @@ def fused_adamw(
         Clipped by the norm but not skipped, such a step makes every gradient NaN.
       lr_scale: not built yet.
       ema_decay: in [0, 1): keep the average of the parameters in ``state.ema``, float32
-        and of the masters where there are any; without debiasing. None keeps none.
+        (float64 of float64 ones) and of the masters where there are any; without
+        debiasing. None keeps none.
       compute_dtype: bfloat16 or float16: write a rounded copy of every float32
         parameter in the same pass, for :func:`compute_params`. It is kept in
         ``state.compute``, since it must travel with the parameters through any optax

@@ -61,6 +61,7 @@ def suits_one_call(config: UpdateConfig, buffers: Buffers) -> bool:
     return (
         0 < len(leaves) <= _MAX_LEAVES
         and moment_dtypes == {"float32"}
+        and all(x.dtype != jnp.float64 for x in leaves)
         and not (buffers.copies or config.has_ema or config.has_noise)
         and sum(math.prod(jnp.shape(leaf)) for leaf in leaves) <= _MAX_ELEMENTS
         and jax.sharding.get_abstract_mesh().empty

@@ -13,14 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_leaves_with_path
 
-from jax_fused_adamw._primitives import LEAF_DTYPES
+from jax_fused_adamw._primitives import LEAF_DTYPES, LEAF_DTYPES_X64
 
 NO_PARAMS_MESSAGE = (
     "fused_adamw: update needs the current parameters: call "
     "update(grads, state, params). Weight decay and the in-place step read them."
 )
-
-_DTYPE_NAMES = ", ".join(np.dtype(dtype).name for dtype in LEAF_DTYPES)
 
 
 @contextlib.contextmanager
@@ -55,19 +53,20 @@ _GRAD_REMEDY = "cast the gradient, or take it with respect to float parameters"
 
 def _check_leaf_dtype(tree: str, path: Any, leaf: Any, remedy: str) -> None:
     name = leaf_name(tree, path)
+    allowed = LEAF_DTYPES_X64 if jax.config.jax_enable_x64 else LEAF_DTYPES
+    names = ", ".join(np.dtype(dtype).name for dtype in allowed)
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         raise TypeError(
             f"fused_adamw: {name} is {leaf!r} of type {type(leaf).__name__}, expected "
-            f"an array of {_DTYPE_NAMES}; convert it with jnp.asarray"
+            f"an array of {names}; convert it with jnp.asarray"
         )
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) or (
-        np.dtype(leaf.dtype) not in map(np.dtype, LEAF_DTYPES)
+        np.dtype(leaf.dtype) not in map(np.dtype, allowed)
     ):
-        if leaf.dtype == np.float64:
-            remedy = f"float64 is not built yet: {remedy}"
+        if leaf.dtype == np.float64 and tree == "params":
+            remedy = f"set jax_enable_x64 for float64, or {remedy}"
         raise TypeError(
-            f"fused_adamw: {name} has dtype {leaf.dtype}, expected {_DTYPE_NAMES}; "
-            f"{remedy}"
+            f"fused_adamw: {name} has dtype {leaf.dtype}, expected {names}; {remedy}"
         )
 
 
@@ -120,6 +119,12 @@ def check_grads(grads: Any, params: Any) -> None:
     pairs = zip(tree_leaves_with_path(grads), jax.tree.leaves(params), strict=True)
     for (path, grad), param in pairs:
         _check_leaf_dtype("grads", path, grad, _GRAD_REMEDY)
+        if grad.dtype == np.float64 and param.dtype != np.float64:
+            raise TypeError(
+                f"fused_adamw: {leaf_name('grads', path)} has dtype float64, expected "
+                f"float32 or below for a parameter of {param.dtype}, whose step is "
+                f"float32: cast it with .astype({str(param.dtype)!r})"
+            )
         _check_shape("grads", path, grad, param)
 
 
@@ -149,19 +154,29 @@ def params_with(name: str, params: Any) -> Any:
     """The parameters that have a leaf in ``state.<name>``, None in place of others."""
 
     def has_leaf(param: Any) -> bool:
-        is_float32 = np.dtype(param.dtype) == np.float32
-        return {"master": not is_float32, "compute": is_float32}.get(name, True)
+        size = np.dtype(param.dtype).itemsize
+        return {"master": size < 4, "compute": size == 4}.get(name, True)
 
     return jax.tree.map(lambda param: param if has_leaf(param) else None, params)
 
 
-def check_state_tree(name: str, tree: Any, params: Any, dtype: np.dtype) -> None:
+def state_dtype(dtype: str, param: Any) -> np.dtype:
+    """Of what a state holds beside a parameter; ``dtype`` is what its options say.
+
+    A float64 parameter has all of its state in float64.
+    """
+    is_float64 = np.dtype(param.dtype) == np.float64
+    return np.dtype(np.float64 if is_float64 else dtype)
+
+
+def check_state_tree(name: str, tree: Any, params: Any, option: str) -> None:
     """Raises unless ``state.<name>`` has the right leaves: tree, dtype, shapes."""
     params = params_with(name, params)
     name = f"state.{name}"
     check_same_tree(name, tree, params, "the state that init made for them")
     pairs = zip(tree_leaves_with_path(tree), jax.tree.leaves(params), strict=True)
     for (path, leaf), param in pairs:
+        dtype = state_dtype(option, param)
         if np.dtype(getattr(leaf, "dtype", object)) != dtype:
             raise TypeError(
                 f"fused_adamw: {leaf_name(name, path)} has dtype "

@@ -32,9 +32,10 @@ def clip_by_global_norm(
       \text{else } (g / \|g\|) \cdot c
 
     :math:`c` is ``max_norm`` and :math:`\|g\|` the norm that :func:`grad_stats`
-    reports: it neither overflows nor vanishes, and is the same on CPU and CUDA. Any
-    optimizer may follow. ``fused_adamw(max_grad_norm=...)`` does the same without the
-    pass that writes the clipped gradients.
+    reports: it neither overflows nor vanishes, and is the same on CPU and CUDA. float64
+    gradients are clipped in float64, by a norm that is float32. Any optimizer may
+    follow. ``fused_adamw(max_grad_norm=...)`` does the same without the pass that
+    writes the clipped gradients.
 
     With ``update(..., gradient_scale=)`` in the chain, the norm is that of the unscaled
     gradients, and what comes out still carries the scale: ``fused_adamw`` behind it
@@ -51,7 +52,7 @@ def clip_by_global_norm(
 
     Raises:
       ValueError: a negative ``max_norm``, as far as the host can see it.
-      TypeError: at ``update``, a leaf that is not float32, bfloat16 or float16.
+      TypeError: at ``update``, a leaf that :func:`grad_stats` does not take.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -90,10 +91,9 @@ def clip_by_global_norm(
         norms = analysis.report.norm, analysis.scaled_norm
 
         def clip(grad: jax.Array) -> jax.Array:
-            limit = jnp.asarray(max_norm, jnp.float32)
-            return clip_by_norm(grad.astype(jnp.float32), *norms, limit).astype(
-                grad.dtype
-            )
+            real = jnp.promote_types(grad.dtype, jnp.float32)
+            limit = jnp.asarray(max_norm, real)
+            return clip_by_norm(grad.astype(real), *norms, limit).astype(grad.dtype)
 
         return jax.tree.map(clip, updates), ClipByGlobalNormState(analysis.report)
 

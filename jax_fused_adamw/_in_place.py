@@ -107,7 +107,7 @@ def difference(old: jax.Array, new: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    words = {2: jnp.uint16, 4: jnp.uint32}
+    words = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
     return lax.bitcast_convert_type(x, words[jnp.asarray(x).dtype.itemsize])
 
 

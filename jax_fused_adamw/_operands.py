@@ -50,7 +50,8 @@ class UpdateConfig:
       maximize: ascend instead of descend.
       write_params: return new parameters; otherwise the updates.
       mu_dtype: of the first moments, by name.
-      nu_dtype: of the second moments and their maxima, by name.
+      nu_dtype: of the second moments and their maxima, by name. Both are float64 in a
+        call of float64 parameters, and in no other.
       has_copies: parameters are float32 and ``copies``, of lower precision, are
         operands and results: the new parameters rounded to nearest. Only with
         ``write_params``.
@@ -99,6 +100,12 @@ class UpdateConfig:
     @property
     def has_nu_max(self) -> bool:
         return self.amsgrad != "off"
+
+    @property
+    def real(self) -> np.dtype:
+        """Of the arithmetic, and of averages."""
+        is_float64 = "float64" in (self.mu_dtype, self.nu_dtype)
+        return np.dtype(np.float64 if is_float64 else np.float32)
 
     @property
     def has_noise(self) -> bool:
@@ -331,7 +338,7 @@ def call_in_parts(
         part_config = config.of_leaves(
             part.leaves, num_after=len(after), count_step=counts, **part.changes
         )
-        scalars = _scalars_of_leaves(operands.scalars, part.leaves, counts)
+        scalars = _scalars_of_leaves(part_config, operands.scalars, part.leaves)
         buffers = operands.buffers.of_leaves(part.leaves)
         if not part_config.has_copies:
             buffers = buffers._replace(copies=[])
@@ -340,12 +347,13 @@ def call_in_parts(
 
 
 def _scalars_of_leaves(
-    scalars: Scalars, leaves: Sequence[int], counts: bool
+    config: UpdateConfig, scalars: Scalars, leaves: Sequence[int]
 ) -> Scalars:
     rows = np.array([0, *(1 + i for i in leaves)])  # the seed, then a row a leaf
+    noise = scalars.noise if config.has_noise else []
     return scalars._replace(
-        noise=[noise[..., rows, :] for noise in scalars.noise],
-        skip_counters=scalars.skip_counters if counts else [],
+        noise=[x[..., rows, :] for x in noise],
+        skip_counters=scalars.skip_counters if config.count_step else [],
     )
 
 

@@ -44,7 +44,10 @@ class Options:
 
     @property
     def state_dtypes(self) -> dict[str, str]:
-        """The trees of the state that have leaves for parameters, and their dtypes."""
+        """The trees of the state that have leaves for parameters, and their dtypes.
+
+        But for float64 parameters: see :func:`._checks.state_dtype`.
+        """
         dtypes = {
             "mu": self.mu_dtype,
             "nu": self.nu_dtype,

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
@@ -157,10 +158,21 @@ def with_partitioning(
 ) -> Callable:
     """``custom_partitioning`` of a function of flat operands."""
 
+    def partition_x64(mesh, operands, results):
+        mesh, of_shards, *shardings = partition(mesh, operands, results)
+        has_float64 = any(x.dtype == np.float64 for x in (*operands, *results))
+
+        def of_shards_x64(*shards):
+            # A thread of XLA's runs this, which the caller's jax.enable_x64 misses.
+            with jax.enable_x64(has_float64 or jax.config.jax_enable_x64):
+                return of_shards(*shards)
+
+        return mesh, of_shards_x64, *shardings
+
     def define(decode_shardings: bool):
         partitioned = custom_partitioning(function)
         partitioned.def_partition(
-            partition=partition,
+            partition=partition_x64,
             sharding_rule=sharding_rule,
             decode_shardings=decode_shardings,
         )

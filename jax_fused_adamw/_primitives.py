@@ -51,6 +51,7 @@ from jax_fused_adamw._partitioning import (
 from jax_fused_adamw._reference import reference_update
 
 LEAF_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+LEAF_DTYPES_X64 = (*LEAF_DTYPES, jnp.float64)
 
 # Leaves in one equation of the jaxpr. In calls of 256 the step of 1000 small leaves
 # took 73.5 us and compiled in 4.8 s (H200, JAX 0.11.2); the CUDA kernel's leaf table
@@ -112,9 +113,12 @@ def _check_scalars(config: UpdateConfig, scalars: Scalars) -> None:
 
 
 def _allowed_dtypes(config: UpdateConfig, kind: str) -> list[np.dtype]:
-    float32, *low_precision = map(np.dtype, LEAF_DTYPES)
-    if kind == "params" and config.has_copies or kind == "ema":
-        return [float32]
+    float32, *low_precision, float64 = map(np.dtype, LEAF_DTYPES_X64)
+    is_float64 = config.real == float64
+    if is_float64 and kind == "grads":
+        return [float32, *low_precision, float64]
+    if is_float64 or kind == "params" and config.has_copies or kind == "ema":
+        return [config.real]
     if kind == "copies":
         return low_precision
     if kind in config.moment_kinds:

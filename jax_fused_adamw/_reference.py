@@ -32,7 +32,7 @@ _INT32_MAX = 2**31 - 1
 
 
 class _Hyper(NamedTuple):
-    """A hyperparameter as an unevaluated sum: float32 value + float32 residual."""
+    """A hyperparameter as an unevaluated sum of two numbers of the arithmetic."""
 
     value: jax.Array
     residual: jax.Array
@@ -43,7 +43,10 @@ class _Hyper(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """Everything a leaf needs, float32 or as told, of shape ``[]`` or ``[members]``."""
+    """Everything a leaf needs, of shape ``[]`` or ``[members]``.
+
+    Of the dtype of the arithmetic, or as told.
+    """
 
     b1: jax.Array
     one_minus_b1: jax.Array
@@ -58,8 +61,8 @@ class _Step(NamedTuple):
     neg_learning_rate: jax.Array
     gradient_divisor: jax.Array
     max_grad: jax.Array
-    norm: jax.Array
-    scaled_norm: jax.Array
+    norm: jax.Array  # float32
+    scaled_norm: jax.Array  # float32
     ema_decay: jax.Array
     one_minus_ema_decay: jax.Array
     skip: jax.Array
@@ -101,7 +104,7 @@ def _make_step(config: UpdateConfig, scalars: Scalars) -> _Step:
     hyper = _read_hyper(config, scalars)
     b1, b2 = hyper["b1"], hyper["b2"]
     number = _next_count(scalars.count)
-    t = number.astype(jnp.float32)
+    t = number.astype(config.real)
     divisor = gradient_divisor(hyper["gradient_scale"].value)
     skip = jnp.asarray(scalars.skip_update)
     for nonfinite in scalars.nonfinite:
@@ -136,8 +139,9 @@ def _make_step(config: UpdateConfig, scalars: Scalars) -> _Step:
 
 
 def gradient_divisor(gradient_scale: jax.Array) -> jax.Array:
-    """What gradients are divided by: NaN for a scale that cannot be one."""
-    valid = (gradient_scale > 0) & jnp.isfinite(gradient_scale)
+    """What gradients are divided by: NaN for a scale that float32 has no place for."""
+    rounded = gradient_scale.astype(jnp.float32)
+    valid = (rounded > 0) & jnp.isfinite(rounded)
     return jnp.where(valid, gradient_scale, jnp.nan)
 
 
@@ -146,9 +150,11 @@ def clip_by_norm(
 ) -> jax.Array:
     """``grad`` if ``norm <= max_norm``, else ``(grad / norm) * max_norm``.
 
-    A norm that is not finite makes every gradient NaN; one that exceeds float32, which
-    reports the largest float32, is known by ``scaled_norm``, its product with 2^-64.
+    The norms are float32, all else of the arithmetic's dtype. A norm that is not
+    finite makes every gradient NaN; one that exceeds float32, which reports the
+    largest float32, is known by ``scaled_norm``, its product with 2^-64.
     """
+    norm, scaled_norm = norm.astype(grad.dtype), scaled_norm.astype(grad.dtype)
     is_within = (norm <= max_norm) & jnp.isfinite(norm)
     is_beyond = norm == jnp.finfo(jnp.float32).max
     # What is not chosen must have finite derivatives: theirs are multiplied by zero.
@@ -157,18 +163,19 @@ def clip_by_norm(
     scaled_norm = jnp.where(is_beyond, scaled_norm, 1.0)
     max_norm = jnp.where(is_within, 1.0, max_norm)
     clipped = grad / divisor * max_norm
-    beyond = (grad * jnp.float32(2.0**-64)) / scaled_norm * max_norm
+    beyond = (grad * 2.0**-64) / scaled_norm * max_norm
     clipped = jnp.where(is_beyond, beyond, clipped)
     return jnp.where(is_within, grad, clipped)
 
 
 def _read_hyper(config: UpdateConfig, scalars: Scalars) -> dict[str, _Hyper]:
-    known = decode_float64_bits(scalars.hyper_bits)
+    known = decode_float64_bits(scalars.hyper_bits, config.real)
     hyper = {
         name: _Hyper(*(part[..., i] for part in known))
         for i, name in enumerate(HYPERPARAMETERS)
     }
     for name, value in zip(config.traced, scalars.traced, strict=True):
+        value = value.astype(config.real)
         hyper[name] = _Hyper(value, jnp.zeros_like(value))
     return hyper
 
@@ -178,12 +185,15 @@ def _one_minus_power(b: _Hyper, t: jax.Array) -> jax.Array:
     return -jnp.expm1(t * jnp.log1p(-b.complement()))
 
 
-def decode_float64_bits(words: jax.Array) -> _Hyper:
-    """Reads ``uint32[..., 2]``, low word first, without float64.
+def decode_float64_bits(words: jax.Array, real: Any = np.float32) -> _Hyper:
+    """Reads ``uint32[..., 2]``, low word first; for float32, without float64.
 
     The 53 bits of a mantissa are split into 24 + 24 + 5, each part exact in float32,
     and scaled by the exponent; what float32 cannot hold at all becomes 0 or inf.
     """
+    if real == np.float64:
+        value = lax.bitcast_convert_type(words, jnp.float64)
+        return _Hyper(value, jnp.zeros_like(value))
     low, high = words[..., 0], words[..., 1]
     biased = ((high >> 20) & 0x7FF).astype(jnp.int32)
     top = ((high & 0xFFFFF) << 3) | (low >> 29) | 0x800000
@@ -246,8 +256,8 @@ def _moment_dtypes(config: UpdateConfig) -> list[str]:
 def _update_and_moments(
     config: UpdateConfig, s: _Step, decays: bool, leaf: Buffers
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """In float32, from the moments as they are stored; the moments not rounded yet."""
-    p, g, mu, nu = (x.astype(jnp.float32) for x in leaf[:4])
+    """From the moments as they are stored; the moments not rounded yet."""
+    p, g, mu, nu = (x.astype(config.real) for x in leaf[:4])
     g = g / s.gradient_divisor
     if config.clip == "norm":
         g = clip_by_norm(g, s.norm, s.scaled_norm, s.max_grad)
@@ -261,7 +271,7 @@ def _update_and_moments(
     nu_hat, moments = nu * s.nu_correction, [mu, nu]
     if config.has_nu_max:
         is_corrected = config.amsgrad == "corrected"
-        old_max = leaf.nu_max.astype(jnp.float32)
+        old_max = leaf.nu_max.astype(config.real)
         nu_max = jnp.maximum(old_max, nu_hat if is_corrected else nu)
         nu_hat = nu_max if is_corrected else nu_max * s.nu_correction
         moments.append(nu_max)
@@ -292,7 +302,7 @@ def _store_params(
 ) -> dict[str, jax.Array]:
     """``out``, and what follows from the new parameters: copies and average."""
     param = leaf.params
-    p = param.astype(jnp.float32)
+    p = param.astype(config.real)
     new = {}
     if config.write_params:
         is_noisy = config.stochastic_params and param.dtype == jnp.bfloat16
@@ -300,12 +310,12 @@ def _store_params(
         new_param = new["out"] = _stored(p + update, param.dtype, bits)
     else:
         new["out"] = update.astype(param.dtype)
-        new_param = (p + new["out"].astype(jnp.float32)).astype(param.dtype)
+        new_param = (p + new["out"].astype(config.real)).astype(param.dtype)
     if config.has_copies:
         new["copies"] = new_param.astype(leaf.copies.dtype)
     if config.has_ema:
         kept = s.ema_decay * leaf.ema
-        new["ema"] = kept + s.one_minus_ema_decay * new_param.astype(jnp.float32)
+        new["ema"] = kept + s.one_minus_ema_decay * new_param.astype(config.real)
     return new
 
 

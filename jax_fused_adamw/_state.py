@@ -1,11 +1,11 @@
 """The optimizer's state: made, checked, and found inside other states."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_fused_adamw import _checks
 from jax_fused_adamw._export import saved_by_name
@@ -20,7 +20,8 @@ class FusedAdamWState(NamedTuple):
 
     The names are optax's, so ``optax.tree.get(state, "mu")`` works. ``master`` and
     ``compute`` have None in the place of a parameter that needs none: JAX's own empty
-    node, which jit, checkpoints and ``jax.export`` know.
+    node, which jit, checkpoints and ``jax.export`` know. Leaves of ``mu``, ``nu``,
+    ``nu_max`` and ``ema`` beside a float64 parameter are float64.
     """
 
     count: jax.Array  # int32[]: applied steps, saturating
@@ -42,7 +43,9 @@ def init_state(options: Options, params: Any) -> FusedAdamWState:
     def zeros(dtype: str) -> Any:
         # One buffer a leaf: donating the state must never donate a buffer twice.
         return zeros_like(
-            params, lambda _: dtype, partitioned=options.implementation == "ffi"
+            params,
+            functools.partial(_checks.state_dtype, dtype),
+            partitioned=options.implementation == "ffi",
         )
 
     dtypes = options.state_dtypes
@@ -62,16 +65,20 @@ def copies_of(options: Options, params: Any) -> dict[str, Any]:
     """The trees of a state that hold the parameters themselves, in other dtypes."""
     dtypes = options.state_dtypes
     return {
-        name: copy(_checks.params_with(name, params), dtypes[name])
+        name: _copies(_checks.params_with(name, params), dtypes[name])
         if name in dtypes
         else None
         for name in ("master", "ema", "compute")
     }
 
 
-def copy(tree: Any, dtype: Any) -> Any:
-    """Rounded to nearest, in buffers of their own."""
-    return jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), tree)
+def _copies(params: Any, dtype: str) -> Any:
+    return jax.tree.map(lambda x: copy(x, _checks.state_dtype(dtype, x)), params)
+
+
+def copy(x: Any, dtype: Any) -> jax.Array:
+    """Rounded to nearest, in a buffer of its own."""
+    return jnp.array(x, dtype, copy=True)
 
 
 def check_state(options: Options, state: FusedAdamWState, params: Any) -> None:
@@ -103,9 +110,7 @@ def check_state(options: Options, state: FusedAdamWState, params: Any) -> None:
         )
     for name, dtype in dtypes.items():
         if getattr(state, name) is not None or name in ("mu", "nu"):
-            _checks.check_state_tree(
-                name, getattr(state, name), params, np.dtype(dtype)
-            )
+            _checks.check_state_tree(name, getattr(state, name), params, dtype)
     for name in ("count", "skipped", "consecutive"):
         _checks.check_counter(name, getattr(state, name))
 

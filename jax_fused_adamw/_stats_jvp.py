@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fused_adamw._reference import gradient_divisor
+from jax_fused_adamw._stats_primitives import stats_element
 
 
 class Statistics(NamedTuple):
@@ -68,7 +69,7 @@ def with_tangents(
 
 
 def _unscale(grad, scale):
-    return grad.astype(jnp.float32) / gradient_divisor(scale)
+    return stats_element(grad) / gradient_divisor(scale)
 
 
 def _norm_tangent(norm, scaled_norm, leaves):

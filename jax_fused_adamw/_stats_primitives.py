@@ -177,7 +177,7 @@ def _reference_row(grad, divisor, leading: int, rows: int):
     def spread(x):
         return jnp.expand_dims(x, axes) if x.ndim else x
 
-    x = grad.astype(jnp.float32) / spread(divisor)
+    x = stats_element(grad) / spread(divisor)
     bits = lax.bitcast_convert_type(x, jnp.uint32) & 0x7FFFFFFF
     max_bits = bits.max(axis=axes)
     nonfinite = (bits >= _INFINITY_BITS).sum(axis=axes, dtype=jnp.uint32)
@@ -186,6 +186,15 @@ def _reference_row(grad, divisor, leading: int, rows: int):
     row = [lax.bitcast_convert_type(total, jnp.uint32), max_bits, nonfinite]
     row = jnp.stack(row, axis=-1)[..., None, :]
     return jnp.pad(row, [(0, 0)] * (row.ndim - 2) + [(0, rows - 1), (0, 0)])
+
+
+def stats_element(grad):
+    """Elements in float32, which is all that a norm needs; what is finite stays so."""
+    if grad.dtype == jnp.float64:
+        largest = float(jnp.finfo(jnp.float32).max)
+        within = jnp.clip(grad, -largest, largest)
+        grad = jnp.where(jnp.isfinite(grad), within, grad)
+    return grad.astype(jnp.float32)
 
 
 def _exponent(max_bits):

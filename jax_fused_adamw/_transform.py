@@ -213,7 +213,7 @@ def _call(implementation: str, config: UpdateConfig, operands: Operands) -> Resu
 
 
 def _parts(options: Options, step: _Step) -> list[Part]:
-    """The calls: each bucket, its leaves apart by what is to be written of them."""
+    """The calls: each bucket, its leaves apart by arithmetic and by what is written."""
     # An analysis has waited for all gradients already.
     bucket_bytes = math.inf if options.analyses else options.bucket_bytes
     read = jax.tree.leaves(step.params)

@@ -2,9 +2,9 @@
 
 A parameter is updated directly, or is itself the rounded copy that the call writes of
 its float32 master; a float32 parameter may have a low-precision copy for the next
-forward pass. A parameter that the call has written although the caller wants updates
-gets its update as a difference of float32: no difference of low precision would lead
-to every value.
+forward pass; a float64 one has neither, and calls of its own. A parameter that the
+call has written although the caller wants updates gets its update as a difference of
+float32: no difference of low precision would lead to every value.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,18 @@ from jax_fused_adamw._operands import Buffers, Results
 from jax_fused_adamw._options import Options
 from jax_fused_adamw._state import FusedAdamWState
 
+_FLOAT64 = {
+    "mu_dtype": "float64",
+    "nu_dtype": "float64",
+    "stochastic_moments": False,
+    "stochastic_params": False,
+}
+
 
 class LeafPlan(NamedTuple):
     """How one parameter is updated."""
 
+    is_float64: bool  # and then all of its state
     has_master: bool
     has_compute: bool  # a copy in state.compute
     wants_params: bool  # what the caller wants: new parameters or updates
@@ -31,9 +39,10 @@ class LeafPlan(NamedTuple):
     @classmethod
     def of(cls, options: Options, param: Any, wants_params: bool) -> "LeafPlan":
         dtype = np.dtype(param.dtype)
+        has_master = options.master_weights and dtype.itemsize < 4
         is_float32 = dtype == np.float32
-        has_master = options.master_weights and not is_float32
         return cls(
+            is_float64=dtype == np.float64,
             has_master=has_master,
             has_compute=options.compute_dtype is not None and is_float32,
             wants_params=wants_params,
@@ -48,8 +57,10 @@ class LeafPlan(NamedTuple):
         return self.has_master or self.has_compute and self.writes_params
 
     @property
-    def changes(self) -> dict[str, bool]:
+    def changes(self) -> dict[str, Any]:
         """In what the call differs from one that only does what the caller wants."""
+        if self.is_float64:
+            return _FLOAT64
         wanted = {"has_copies": False, "write_params": self.wants_params}
         does = {"has_copies": self.has_copy, "write_params": self.writes_params}
         return {} if does == wanted else does

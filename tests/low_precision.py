@@ -31,17 +31,11 @@ PARAMS = random_like(
 )
 GRADS = random_like(PARAMS, seed=2, scale=0.1)
 
+needs_kernel = pytest.mark.skipif(
+    not jfa.kernel_info().cpu.loaded, reason="no native module here"
+)
 each_implementation = pytest.mark.parametrize(
-    "implementation",
-    [
-        pytest.param(
-            "ffi",
-            marks=pytest.mark.skipif(
-                not jfa.kernel_info().cpu.loaded, reason="no native module here"
-            ),
-        ),
-        "xla",
-    ],
+    "implementation", [pytest.param("ffi", marks=needs_kernel), "xla"]
 )
 
 

@@ -1,10 +1,11 @@
-"""AdamW and AMSGrad in float64 NumPy, written from the papers' equations.
+"""AdamW and AMSGrad in NumPy, written from the papers' equations.
 
-The oracle of every numeric test. It shares nothing with the package: no jax, no
-reciprocal corrections, no float32.
+The oracle of every numeric test, in float64, or for float64 parameters in long double.
+It shares nothing with the package: no jax, no reciprocal corrections, no float32.
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +17,8 @@ class LeafState:
     nu_max: np.ndarray
 
     @classmethod
-    def zeros(cls, shape) -> "LeafState":
-        return cls(*(np.zeros(shape, np.float64) for _ in range(3)))
+    def zeros(cls, shape, real: Any = np.float64) -> "LeafState":
+        return cls(*(np.zeros(shape, real) for _ in range(3)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,21 +34,23 @@ class Oracle:
     nesterov: bool = False
     amsgrad: bool | str = False
     maximize: bool = False
+    real: Any = np.float64
 
     def update(self, param, grad, state, step, gradient_scale=1.0):
         """The update (not the new parameter) and the new state; ``step`` from 1."""
-        p = np.asarray(param, np.float64)
-        g = np.asarray(grad, np.float64) / gradient_scale
+        p = np.asarray(param, self.real)
+        g = np.asarray(grad, self.real) / gradient_scale
+        b1, b2 = self.real(self.b1), self.real(self.b2)
         if self.maximize:
             g = -g
-        mu = self.b1 * state.mu + (1 - self.b1) * g
-        nu = self.b2 * state.nu + (1 - self.b2) * g**2
+        mu = b1 * state.mu + (1 - b1) * g
+        nu = b2 * state.nu + (1 - b2) * g**2
         if self.nesterov:
-            ahead = mu / (1 - self.b1 ** (step + 1))
-            mu_hat = self.b1 * ahead + (1 - self.b1) * g / (1 - self.b1**step)
+            ahead = mu / (1 - b1 ** (step + 1))
+            mu_hat = b1 * ahead + (1 - b1) * g / (1 - b1**step)
         else:
-            mu_hat = mu / (1 - self.b1**step)
-        correction = 1 - self.b2**step
+            mu_hat = mu / (1 - b1**step)
+        correction = 1 - b2**step
         if self.amsgrad == "optax":
             nu_max = np.maximum(state.nu_max, nu / correction)
             nu_hat = nu_max
