@@ -148,8 +148,9 @@ def fused_adamw(
       eps_root: added inside the square root, after bias correction.
       mu_dtype: of the first moment: bfloat16, float16, or ``None`` for float32 (where
         optax takes the parameter's dtype). In float16 a :math:`|m|` of 65,536 or more
-        becomes infinite: a finite gradient of 1e6 then makes NaN parameters at the next
-        step, which ``skip_nonfinite`` cannot see: clip, or use bfloat16. Static.
+        becomes infinite: a finite gradient of 1e6 makes infinite or NaN parameters in
+        the next steps, which ``skip_nonfinite`` cannot see: clip, or use bfloat16.
+        Static.
       weight_decay: decoupled decay, times the learning rate. optax's default; PyTorch
         uses 1e-2.
       mask: which parameters decay: a tree of Python bools, a prefix of the parameter
