@@ -19,7 +19,7 @@ from jax_fused_adamw._hyperparams import (
     skip_update_operand,
 )
 from jax_fused_adamw._shardings import zeros_like
-from jax_fused_adamw._state import FusedAdamWState, map_states
+from jax_fused_adamw._state import FusedAdamWState, follows_params, map_states
 from jax_fused_adamw._stats import Analysis, GradReport, analysis_of
 from jax_fused_adamw._transform import FusedAdamW, options_of
 
@@ -288,20 +288,20 @@ def _apply_if(
         operands = (params, pending.inner_opt_state)
         return lax.cond(may_apply, at_the_end, before, *operands)
 
-    if not _in_place.wants_in_place(False):
-        apply = functools.partial(take, tx.update)
-        updates, _ = jax.eval_shape(
-            functools.partial(apply, None), params, pending.inner_opt_state
-        )
-        if not any(map(_is_in_place, jax.tree.leaves(updates, is_leaf=_is_in_place))):
-            no_update = functools.partial(jax.tree.map, _minus_zero, updates)
-            return choose(
-                apply, lambda _, inner_opt_state: (no_update(), inner_opt_state)
-            )
+    apply = functools.partial(take, tx.update)
+    updates, _ = jax.eval_shape(
+        functools.partial(apply, None), params, pending.inner_opt_state
+    )
+    nodes = jax.tree.leaves(updates, is_leaf=_in_place.is_in_place)
+    if not _in_place.wants_in_place(any(map(_in_place.is_in_place, nodes))):
+        no_update = functools.partial(jax.tree.map, _minus_zero, updates)
+        return choose(apply, lambda _, inner_opt_state: (no_update(), inner_opt_state))
     # Only arrays leave a branch: here the parameters, to be marked again outside.
     apply = functools.partial(take, functools.partial(_in_place.step, tx))
     new_params, *rest = choose(apply, lambda *operands: operands)
-    return jax.tree.map(_in_place.InPlaceUpdate, params, new_params), *rest
+    out = jax.tree.map(_marked, params, new_params, updates)
+    _in_place.tell_step(params, out, follows_params(pending.inner_opt_state))
+    return out, *rest
 
 
 def _analysis_of_mean(tx: FusedAdamW, pending: AccumulateState) -> Analysis:
@@ -333,8 +333,10 @@ def _minus_zero(update: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.full_like(update, -0.0)
 
 
-def _is_in_place(node: Any) -> bool:
-    return isinstance(node, _in_place.InPlaceUpdate)
+def _marked(param: jax.Array, new: jax.Array, update: Any) -> _in_place.InPlaceUpdate:
+    """In place, with a difference of the dtype that ``tx`` gives this update."""
+    (plain,) = jax.tree.leaves(update)
+    return _in_place.InPlaceUpdate(param, new, plain.dtype)
 
 
 def _cast_like(new: Any, old: Any) -> jax.Array:

@@ -147,7 +147,10 @@ def fused_adamw(
       eps: added to the square root, outside of it.
       eps_root: added inside the square root, after bias correction.
       mu_dtype: of the first moment: bfloat16, float16, or ``None`` for float32 (where
-        optax takes the parameter's dtype). Static.
+        optax takes the parameter's dtype). In float16 a :math:`|m|` of 65,536 or more
+        becomes infinite: a finite gradient of 1e6 makes infinite or NaN parameters in
+        the next steps, which ``skip_nonfinite`` cannot see: clip, or use bfloat16.
+        Static.
       weight_decay: decoupled decay, times the learning rate. optax's default; PyTorch
         uses 1e-2.
       mask: which parameters decay: a tree of Python bools, a prefix of the parameter
@@ -161,13 +164,22 @@ def fused_adamw(
         Not float16, whose smallest positive number is 6e-8. Static.
       master_weights: keep a float32 master of every low-precision parameter in
         ``state.master``, and make the parameter its rounded copy. The master decides:
-        see :func:`resync` for parameters that something else has changed.
+        see :func:`resync` for parameters that something else has changed. So this must
+        be the last transformation that changes updates, and be given the real
+        parameters: after ``optax.scale(0.5)``, or inside ``schedule_free`` or
+        ``lookahead``, parameters would silently not be what their masters say
+        (:func:`step` warns). ``optax.apply_if_finite`` around it raises JAX's TypeError
+        about the branches of a ``cond`` unless gradients are float32: use
+        ``skip_nonfinite=True``.
       stochastic_rounding: how moments below float32 are rounded: ``True``
         stochastically, ``False`` to nearest, where :math:`v` stops moving once a step
         is below half its spacing (at 0.25 for :math:`g=1, \beta_2=.999` in bfloat16).
         ``"params"`` also rounds bfloat16 parameters without a master stochastically;
-        float16 ones keep rounding to nearest.
-      seed: an integer of 64 bits, or an integer scalar array, for the noise.
+        float16 ones keep rounding to nearest. ``optax.apply_if_finite`` around that:
+        as with ``master_weights``.
+      seed: an integer of 64 bits, or an integer scalar array, for the noise. Under
+        ``optax.inject_hyperparams``, which makes it int32, name a larger one in
+        ``static_args=("seed",)``.
       max_grad_norm: a float or a scalar array: gradients of which the global norm
         exceeds it are scaled to it, :math:`g` to
         :math:`(g / \text{norm}) \cdot \text{max\_grad\_norm}`. One more pass reads
@@ -182,11 +194,14 @@ def fused_adamw(
       lr_scale: not built yet.
       ema_decay: in [0, 1): keep the average of the parameters in ``state.ema``, float32
         (float64 of float64 ones) and of the masters where there are any; without
-        debiasing. None keeps none.
+        debiasing. None keeps none. What changes updates after this transformation, or
+        hides the parameters from it, makes it an average of others, as with
+        ``master_weights``.
       compute_dtype: bfloat16 or float16: write a rounded copy of every float32
         parameter in the same pass, for :func:`compute_params`. It is kept in
         ``state.compute``, since it must travel with the parameters through any optax
-        wrapper and donation. Static.
+        wrapper and donation. What changes updates after this transformation, or hides
+        the parameters from it, leaves wrong copies, as with ``master_weights``. Static.
       packed_state: not built yet.
       alias: let outputs take the buffers of donated inputs. ``False`` computes out of
         place, without copies, for callers that keep the old state.
@@ -354,17 +369,9 @@ def _choose_clip(max_grad_norm: Any, max_grad_value: Any) -> tuple[str, Any]:
 
 
 def _moment_dtypes(mu_dtype: Any, nu_dtype: Any) -> tuple[str, str]:
-    names = [
-        _checks.dtype_name(name, dtype, _checks.MOMENT_DTYPES)
-        for name, dtype in (("mu_dtype", mu_dtype), ("nu_dtype", nu_dtype))
-    ]
-    mu_name, nu_name = (name or "float32" for name in names)
-    if nu_name == "float16":
-        raise ValueError(
-            "fused_adamw: nu_dtype cannot be float16, whose smallest positive number "
-            "is 6e-8: the squares of gradients below 2e-4 would vanish; use bfloat16"
-        )
-    return mu_name, nu_name
+    mu_name = _checks.dtype_name("mu_dtype", mu_dtype, _checks.MU_DTYPES)
+    nu_name = _checks.dtype_name("nu_dtype", nu_dtype, _checks.NU_DTYPES)
+    return mu_name or "float32", nu_name or "float32"
 
 
 def _check_not_built(**options: Any) -> None:

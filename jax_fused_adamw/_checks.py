@@ -154,6 +154,8 @@ def params_with(name: str, params: Any) -> Any:
     """The parameters that have a leaf in ``state.<name>``, None in place of others."""
 
     def has_leaf(param: Any) -> bool:
+        if not hasattr(param, "dtype"):
+            check_params(params)  # says where
         size = np.dtype(param.dtype).itemsize
         return {"master": size < 4, "compute": size == 4}.get(name, True)
 
@@ -282,8 +284,13 @@ def choose(name: str, value: Any, choices: dict[Any, str]) -> str:
     )
 
 
-MOMENT_DTYPES = ("float32", "bfloat16", "float16")
+MU_DTYPES = ("float32", "bfloat16", "float16")
+NU_DTYPES = ("float32", "bfloat16")
 COMPUTE_DTYPES = ("bfloat16", "float16")
+_WHY_NOT = {
+    ("nu_dtype", "float16"): ", whose smallest positive number is 6e-8: the squares of "
+    "gradients below 2e-4 would vanish; use bfloat16"
+}
 
 
 def dtype_name(name: str, dtype: Any, allowed: tuple[str, ...]) -> str | None:
@@ -295,8 +302,10 @@ def dtype_name(name: str, dtype: Any, allowed: tuple[str, ...]) -> str | None:
     except TypeError as error:
         raise TypeError(f"fused_adamw: {name} is not a dtype: {dtype!r}") from error
     if got not in allowed:
+        reason = _WHY_NOT.get((name, got), "")
         raise ValueError(
             f"fused_adamw: {name} must be None or one of {list(allowed)}, got {got}"
+            f"{reason}"
         )
     return got
 

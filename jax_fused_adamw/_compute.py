@@ -18,7 +18,9 @@ def compute_params(state: Any, params: Any) -> Any:
     With ``fused_adamw(..., compute_dtype=jnp.bfloat16)`` the step that writes a float32
     parameter writes its rounded copy in the same pass and keeps it in the state, where
     it travels with the parameters through any optax wrapper, ``jax.jit`` and donation.
-    This finds it there. It reads nothing: the arrays are those of the state.
+    This finds it there. It reads nothing: the arrays are those of the state. They are
+    copies of ``params`` only where ``fused_adamw`` is the last transformation that
+    changes updates and is given the parameters themselves: see :func:`step`.
 
     Args:
       state: the state of any optax transformation with a ``fused_adamw`` inside:
@@ -84,7 +86,8 @@ def value_and_grad(
       :func:`compute_params` returned; with several ``argnums`` a tuple of them.
 
     Raises:
-      TypeError: a ``compute_dtype`` that is not a dtype.
+      TypeError: a ``compute_dtype`` that is not a dtype, or ``compute_params`` that are
+        no tuple of one for each of several ``argnums``.
       ValueError: another ``compute_dtype``, or ``compute_params`` of another tree or
         shape than the parameters.
 
@@ -120,8 +123,12 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_grad_of_rounded(*args, compute_params: Any = None, **kwargs):
         args = list(args)
-        given = (compute_params,) if is_single else compute_params
-        for place, replaced in zip(places, given or [None] * len(places), strict=True):
+        if is_single or compute_params is None:
+            given = (compute_params,) * len(places)
+        else:
+            given = compute_params
+            _check_tuple(given, places)
+        for place, replaced in zip(places, given, strict=True):
             if replaced is not None:
                 _check_alike(replaced, args[place])
                 args[place] = replaced
@@ -129,6 +136,16 @@ def value_and_grad(
         return differentiated(*args, **kwargs)
 
     return value_and_grad_of_rounded
+
+
+def _check_tuple(compute_params: Any, argnums: tuple[int, ...]) -> None:
+    is_tuple = isinstance(compute_params, (tuple, list))
+    if not is_tuple or len(compute_params) != len(argnums):
+        got = len(compute_params) if is_tuple else type(compute_params).__name__
+        raise TypeError(
+            f"value_and_grad: compute_params must be a tuple of {len(argnums)}, one "
+            f"(or None) for each of argnums={argnums}, got {got}"
+        )
 
 
 def _check_alike(compute_params: Any, params: Any) -> None:

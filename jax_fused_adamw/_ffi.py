@@ -19,7 +19,7 @@ import jaxlib
 
 from jax_fused_adamw._export import is_for_export
 
-UPDATE_TARGET = "jax_fused_adamw_update_v1"
+UPDATE_TARGET = "jax_fused_adamw_update_v2"
 ANALYZE_TARGET = "jax_fused_adamw_analyze_gradient_v1"
 MERGE_TARGET = "jax_fused_adamw_merge_gradient_stats_v1"
 

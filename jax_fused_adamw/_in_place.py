@@ -27,10 +27,17 @@ class _Step:
     Attributes:
       trace: the trace it runs in; None where it wants plain updates.
       made_updates: whether in-place updates came of it.
+      made_float32: whether plain updates of another dtype than their parameters did.
+      is_followed: whether a state has followed the updates already: its masters,
+        copies and averages are those of the parameters that they lead to.
+      followed: which in-place updates it was.
     """
 
     trace: Any
     made_updates: bool = False
+    made_float32: bool = False
+    is_followed: bool = False
+    followed: list["InPlaceUpdate"] = dataclasses.field(default_factory=list)
 
 
 _STEP: contextvars.ContextVar[_Step | None] = contextvars.ContextVar(
@@ -127,12 +134,56 @@ def wants_in_place(option: bool) -> bool:
     return True
 
 
+def is_in_place(node: Any) -> bool:
+    return isinstance(node, InPlaceUpdate)
+
+
+def tell_step(params: Any, updates: Any, is_followed: bool) -> None:
+    """Tells a running :func:`step` of updates what it may have to explain later."""
+    running = _STEP.get()
+    if running is None:
+        return
+    leaves = jax.tree.leaves(updates, is_leaf=is_in_place)
+    in_place = [leaf for leaf in leaves if is_in_place(leaf)]
+    if is_followed:
+        running.is_followed = True
+        running.followed += in_place
+    if not in_place:
+        pairs = zip(leaves, jax.tree.leaves(params), strict=True)
+        running.made_float32 |= any(u.dtype != p.dtype for u, p in pairs)
+
+
+def _have_arrived(running: _Step, updates: Any, params: Any) -> bool:
+    """Whether all followed updates have come through, each for its parameter."""
+    leaves = jax.tree.leaves(updates, is_leaf=is_in_place)
+    known = {id(param) for param in jax.tree.leaves(params)}
+    arrived = {id(u) for u in leaves if is_in_place(u) and id(u._old) in known}
+    return all(id(update) in arrived for update in running.followed)
+
+
+_LEFT_BEHIND = (
+    "state.master, state.ema and state.compute follow the updates as fused_adamw made "
+    "them: make it the last transformation that changes updates, and give it the "
+    "parameters themselves"
+)
+_FLOAT32_NOTE = (
+    "jax_fused_adamw.step: the updates of low-precision parameters that have masters, "
+    "or are rounded stochastically, are float32. If this is about the branches of "
+    "optax.apply_if_finite, which wants them in the dtype of the gradients: use "
+    "fused_adamw(..., skip_nonfinite=True) without it, or float32 gradients"
+)
+
+
 @contextlib.contextmanager
 def _stepping(trace: Any) -> Iterator[_Step]:
     running = _Step(trace)
     token = _STEP.set(running)
     try:
         yield running
+    except TypeError as error:
+        if running.made_float32:
+            error.add_note(_FLOAT32_NOTE)
+        raise
     finally:
         _STEP.reset(token)
 
@@ -158,6 +209,18 @@ def step(
     ``optax.apply_if_finite`` around it. One that cannot take in-place updates at all
     (``optax.ema``, ``add_decayed_weights``, ``lookahead``, ``flatten``) gets plain
     ones, with a warning that says so.
+
+    The state, though, follows the updates as ``fused_adamw`` made them. With
+    ``master_weights``, ``compute_dtype`` or ``ema_decay`` ours must therefore be the
+    last transformation that changes updates, and must be given the real parameters:
+    after ``optax.scale``, or inside ``schedule_free`` or ``lookahead``, masters, copies
+    and averages would be of other parameters, and a warning says so. The plain protocol
+    cannot know.
+
+    ``optax.apply_if_finite`` around an optimizer with masters or
+    ``stochastic_rounding="params"`` needs float32 gradients: it wants updates in their
+    dtype, and those of bfloat16 parameters are float32. ``skip_nonfinite=True`` does
+    the same without it, for any gradients.
 
     Args:
       tx: the transformation; ours, or any that contains ours.
@@ -191,18 +254,26 @@ def step(
     with _stepping(get_opaque_trace_state()) as running:
         try:
             updates, new_state = tx.update(grads, state, params, **extra_args)
-            return optax.apply_updates(params, updates), new_state
+            new_params = optax.apply_updates(params, updates)
+            if not _have_arrived(running, updates, params):
+                warnings.warn(
+                    "jax_fused_adamw.step: a transformation around fused_adamw has "
+                    f"changed its updates or its parameters; {_LEFT_BEHIND}",
+                    stacklevel=2,
+                )
+            return new_params, new_state
         except (TypeError, ValueError) as error:
             if not running.made_updates:
                 raise
             first_error = error
     # A wrapper may have stumbled over an InPlaceUpdate; any other mistake comes again.
-    with _stepping(None):
+    with _stepping(None) as running:
         updates, new_state = tx.update(grads, state, params, **extra_args)
     warnings.warn(
         "jax_fused_adamw.step: a transformation around fused_adamw cannot take in-place"
         " updates, so this step adds plain ones, which costs one more pass over the "
-        f"parameters. It said: {str(first_error).splitlines()[0]}",
+        f"parameters. It said: {str(first_error).splitlines()[0]}"
+        + (f"\nIf it changes updates: {_LEFT_BEHIND}" if running.is_followed else ""),
         stacklevel=2,
     )
     return optax.apply_updates(params, updates), new_state

@@ -257,7 +257,8 @@ def _update_and_moments(
     config: UpdateConfig, s: _Step, decays: bool, leaf: Buffers
 ) -> tuple[jax.Array, list[jax.Array]]:
     """From the moments as they are stored; the moments not rounded yet."""
-    p, g, mu, nu = (x.astype(config.real) for x in leaf[:4])
+    read = (leaf.params, leaf.grads, leaf.mu, leaf.nu)
+    p, g, mu, nu = (x.astype(config.real) for x in read)
     g = g / s.gradient_divisor
     if config.clip == "norm":
         g = clip_by_norm(g, s.norm, s.scaled_norm, s.max_grad)

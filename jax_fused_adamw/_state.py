@@ -22,6 +22,10 @@ class FusedAdamWState(NamedTuple):
     ``compute`` have None in the place of a parameter that needs none: JAX's own empty
     node, which jit, checkpoints and ``jax.export`` know. Leaves of ``mu``, ``nu``,
     ``nu_max`` and ``ema`` beside a float64 parameter are float64.
+
+    Of a tree of several dtypes, ``master`` and ``compute`` therefore lack leaves that
+    ``params`` has: map over both with ``is_leaf=lambda x: x is None``
+    (``optax.tree.map_params`` likewise), or use :func:`state_shardings`.
     """
 
     count: jax.Array  # int32[]: applied steps, saturating
@@ -95,10 +99,10 @@ def check_state(options: Options, state: FusedAdamWState, params: Any) -> None:
         # Of no leaves, a tree may be an empty None.
         has_leaves = bool(jax.tree.leaves(_checks.params_with(name, params)))
         if has_leaves and (tree is not None) != (name in dtypes):
-            has = "has no" if tree is None else "has a"
+            article = "no" if tree is None else "an" if name == "ema" else "a"
             raise ValueError(
-                f"fused_adamw: the state {has} {name}, but {option}; use the state "
-                "with the options it was made with"
+                f"fused_adamw: the state has {article} {name}, but {option}; use the "
+                "state with the options it was made with"
             )
     if (state.report is not None) != options.analyses:
         has = "has no" if state.report is None else "has a"
@@ -134,6 +138,12 @@ def states_in(opt_state: Any) -> list[FusedAdamWState]:
     return [
         node for node in jax.tree.leaves(opt_state, is_leaf=is_ours) if is_ours(node)
     ]
+
+
+def follows_params(opt_state: Any) -> bool:
+    """Whether it holds masters, averages or copies of the new parameters."""
+    kept = [(ours.master, ours.ema, ours.compute) for ours in states_in(opt_state)]
+    return bool(jax.tree.leaves(kept))
 
 
 def map_states(

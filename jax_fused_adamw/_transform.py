@@ -39,6 +39,7 @@ from jax_fused_adamw._state import (
     check_state,
     check_state_type,
     copies_of,
+    follows_params,
     init_state,
 )
 from jax_fused_adamw._stats import Analysis, analysis_of, check_report
@@ -98,6 +99,7 @@ def _update(
     out, new_state = fused_step(options, grads, state, params, control, write_params)
     if write_params:
         out = jax.tree.map(functools.partial(in_place_update, options), params, out)
+    _in_place.tell_step(params, out, follows_params(new_state))
     return out, new_state
 
 

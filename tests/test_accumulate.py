@@ -439,3 +439,27 @@ def test_norm_beyond_float32_clips_right():
     params, grads = jnp.ones(1000), jnp.full(1000, 3e38)
     _, state = jfa.step(tx, grads, tx.init(params), params)
     np.testing.assert_allclose(np.linalg.norm(state.inner_opt_state.mu), 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, optax.chain], ids=["bare", "chained"])
+@pytest.mark.parametrize(
+    "options", [{"master_weights": True}, {"stochastic_rounding": "params"}, {}]
+)
+def test_in_place_updates_lead_to_the_same_params_across_a_jit(options, wrap):
+    """There only the difference survives: float32 where no other leads everywhere."""
+    params = {"w": jnp.linspace(0.5, 2.0, 999, dtype=jnp.bfloat16), "b": jnp.ones(3)}
+    grads = random_like(params, seed=3)
+
+    def updates_and_state(**more):
+        tx = jfa.fused_adamw(0.01, **options, **more)
+        tx = jfa.accumulate(wrap(tx), 1)
+        return jax.jit(tx.update)(grads, tx.init(params), params)
+
+    updates, state = updates_and_state(in_place=True)
+    plain, plain_state = updates_and_state()
+    dtypes = [x.dtype for x in jax.tree.leaves(updates)]
+    assert dtypes == [x.dtype for x in jax.tree.leaves(plain)]
+    if options:
+        expected = optax.apply_updates(params, plain)
+        assert_same_bits(optax.apply_updates(params, updates), expected)
+        assert_same_bits(state, plain_state)

@@ -1,5 +1,7 @@
 """Bad input: the documented class, the leaf's path, and then a good call works."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,6 +78,7 @@ BAD_OPTIONS = [
     (dict(mu_dtype=jnp.int8), ValueError, "mu_dtype"),
     (dict(nu_dtype=jnp.float16), ValueError, "smallest positive number is 6e-8"),
     (dict(nu_dtype="float64"), ValueError, "nu_dtype"),
+    (dict(nu_dtype="int8"), ValueError, r"of \['float32', 'bfloat16'\], got int8$"),
     (dict(compute_dtype=jnp.float32), ValueError, "compute_dtype"),
     (dict(compute_dtype=jnp.array(0)), TypeError, "static_args"),
     (dict(stochastic_rounding="moments"), ValueError, "stochastic_rounding"),
@@ -424,6 +427,30 @@ def test_errors_begin_with_the_function_that_was_called(name, call):
     with pytest.raises((TypeError, ValueError), match=f"^{name}: ") as caught:
         call()
     assert ".any()" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name, call",
+    [
+        ("compute_params", jfa.compute_params),
+        ("master_mismatch", jfa.master_mismatch),
+        ("resync", functools.partial(jfa.resync, source="master")),
+    ],
+)
+def test_python_floats_are_no_parameters(name, call):
+    state = jfa.fused_adamw(0.1).init(jnp.ones(2))
+    with pytest.raises(TypeError, match=rf"^{name}: params\['w'\] is 1.0 of type fl"):
+        call(state, {"w": 1.0})
+
+
+def test_inject_hyperparams_with_a_seed_beyond_int32():
+    inject = functools.partial(optax.inject_hyperparams, jfa.fused_adamw)
+    params = jnp.ones(2, jnp.bfloat16)
+    options = {"stochastic_rounding": "params", "seed": 2**40}
+    tx = inject(static_args=("seed",), hyperparam_dtype=jnp.float32)(0.1, **options)
+    got, _ = jfa.step(tx, params, tx.init(params), params)
+    tx = jfa.fused_adamw(0.1, **options)
+    np.testing.assert_array_equal(got, tx.step(params, tx.init(params), params)[0])
 
 
 def accumulate_once(grads, params=1.0, **extra):

@@ -341,6 +341,11 @@ def test_errors():
         ValueError, match=r"value_and_grad: .*compute_params\['v'\] is m"
     ):
         value_and_grad(MODEL, X, compute_params={"w": MODEL["w"]})
+    of_both = jfa.value_and_grad(jnp.dot, argnums=(0, 1), compute_dtype=BF16)
+    for given, got in [((X[0],), "1"), (X[:2], "ArrayImpl"), ((None,) * 3, "3")]:
+        with pytest.raises(TypeError, match=rf"tuple of 2, .*\(0, 1\), got {got}"):
+            of_both(X[0], X[0], compute_params=given)
+    of_both(X[0], X[0], compute_params=(None, X[0].astype(BF16)))
     assert jfa.compute_params(plain.init({}), {}) == {}
     low = jnp.ones(3, BF16)
     assert jfa.compute_params(tx.init(low), low) is low

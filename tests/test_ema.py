@@ -119,5 +119,5 @@ def test_state_of_other_options_is_refused():
     plain = jfa.fused_adamw(0.1, implementation="xla")
     with pytest.raises(ValueError, match="has no ema, but ema_decay is 0.75"):
         tx.update(GRADS, plain.init(PARAMS), PARAMS)
-    with pytest.raises(ValueError, match="has a ema"):
+    with pytest.raises(ValueError, match="has an ema"):
         plain.update(GRADS, tx.init(PARAMS), PARAMS)

@@ -16,8 +16,8 @@ pytest.importorskip("flatbuffers", reason="it comes with the test extra")
 from jax import export  # noqa: E402
 
 CHECKS = [  # as in the README
-    export.DisabledSafetyCheck.custom_call(f"jax_fused_adamw_{name}_v1")
-    for name in ("update", "analyze_gradient", "merge_gradient_stats")
+    export.DisabledSafetyCheck.custom_call(f"jax_fused_adamw_{name}")
+    for name in ("update_v2", "analyze_gradient_v1", "merge_gradient_stats_v1")
 ]
 VALUES = {"w": np.linspace(-1, 1, 64, dtype=np.float32).reshape(16, 4)}
 OPTIONS = [{}, {"max_grad_norm": 1.0}]

@@ -282,8 +282,8 @@ def test_export():
 
     arguments = params, jax.tree.leaves(tx.init(params))
     checks = [
-        export.DisabledSafetyCheck.custom_call(f"jax_fused_adamw_{name}_v1")
-        for name in ("update", "analyze_gradient", "merge_gradient_stats")
+        export.DisabledSafetyCheck.custom_call(f"jax_fused_adamw_{name}")
+        for name in ("update_v2", "analyze_gradient_v1", "merge_gradient_stats_v1")
     ]
     program = export.export(jax.jit(step), disabled_checks=checks)(*arguments)
     loaded = export.deserialize(program.serialize())

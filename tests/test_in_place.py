@@ -9,6 +9,7 @@ from helpers import assert_same_bits, copies, count_ops, random_like
 
 import jax_fused_adamw as jfa
 
+BF16 = jnp.bfloat16
 PARAMS = {
     "w": jnp.linspace(-1.0, 1.0, 96 * 40).reshape(96, 40),
     "b": jnp.linspace(0.5, 1.5, 96),
@@ -300,3 +301,69 @@ def test_scan_and_cond_keep_the_step_in_place():
     assert "f32[96,40]{1,0} copy(" not in compiled.as_text()
     got = jax.jit(many)(PARAMS, tx.init(PARAMS), GRADS)
     assert_same_bits(got, run(with_step(tx), tx, 2))
+
+
+FOLLOWING = [{"master_weights": True}, {"ema_decay": 0.9}, {"compute_dtype": BF16}]
+MIXED = {"w": jnp.linspace(-1.0, 1.0, 64), "b": jnp.ones(3, BF16)}
+
+
+def one_step(tx, params=MIXED):
+    return jfa.step(tx, optax.tree.ones_like(params), tx.init(params), params)
+
+
+@pytest.mark.parametrize("options", FOLLOWING, ids=lambda options: next(iter(options)))
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.chain(tx, optax.scale(0.5)),
+        lambda tx: optax.contrib.schedule_free(tx, 0.1),
+        lambda tx: optax.chain(tx, optax.ema(0.9)),
+        lambda tx: optax.chain(jfa.accumulate(tx, 1), optax.scale(0.5)),
+        lambda tx: jfa.accumulate(optax.chain(tx, optax.scale(0.5)), 1),
+    ],
+    ids=["scale", "schedule_free", "ema", "after_accumulate", "in_accumulate"],
+)
+def test_step_warns_where_the_state_follows_other_updates(wrap, options):
+    with pytest.warns(UserWarning, match="the last transformation that changes"):
+        one_step(wrap(bare(**options)))
+
+
+@pytest.mark.parametrize("options", FOLLOWING, ids=lambda options: next(iter(options)))
+def test_step_warns_under_lookahead(options):
+    tx = optax.lookahead(bare(**options), 2, 0.5)
+    params = optax.LookaheadParams.init_synced(MIXED)
+    with pytest.warns(UserWarning, match="the last transformation that changes"):
+        jfa.step(tx, optax.tree.ones_like(MIXED), tx.init(params), params)
+
+
+@pytest.mark.parametrize("options", FOLLOWING, ids=lambda options: next(iter(options)))
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.masked(tx, {"w": True, "b": False}),
+        lambda tx: optax.multi_transform(
+            {"ours": tx, "other": optax.sgd(0.1)}, {"w": "other", "b": "ours"}
+        ),
+        lambda tx: optax.chain(jfa.accumulate(tx, 1), optax.identity()),
+    ],
+    ids=["masked", "multi_transform", "accumulate"],
+)
+def test_step_does_not_warn_where_the_state_follows_the_parameters(wrap, options):
+    one_step(wrap(bare(**options)))  # a warning would be an error
+
+
+def test_step_does_not_warn_where_nothing_follows():
+    one_step(optax.chain(bare(master_weights=True), optax.scale(0.5)), {"w": PARAMS})
+
+
+@pytest.mark.parametrize(
+    "options", [{"master_weights": True}, {"stochastic_rounding": "params"}]
+)
+def test_apply_if_finite_with_float32_updates_names_the_remedy(options):
+    tx = optax.apply_if_finite(bare(**options), 5)
+    with pytest.raises(TypeError) as caught:
+        one_step(tx)
+    assert "skip_nonfinite=True" in caught.value.__notes__[-1]
+    grads = jax.tree.map(lambda x: jnp.ones(x.shape), MIXED)
+    jfa.step(tx, grads, tx.init(MIXED), MIXED)
+    one_step(bare(skip_nonfinite=True, **options))

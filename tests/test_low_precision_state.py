@@ -25,7 +25,7 @@ def test_export(implementation):
 
     tx = make(implementation)
     state = tx.init(PARAMS)
-    check = export.DisabledSafetyCheck.custom_call("jax_fused_adamw_update_v1")
+    check = export.DisabledSafetyCheck.custom_call("jax_fused_adamw_update_v2")
     exported = export.export(jax.jit(tx.step), disabled_checks=[check])
     program = export.deserialize(exported(GRADS, state, PARAMS).serialize())
     expected = jax.jit(tx.step)(GRADS, state, PARAMS)

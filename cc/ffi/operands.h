@@ -45,8 +45,8 @@
 namespace jfa {
 
 // The name under which every platform registers its handler; a version, because jax.export keeps
-// it.
-inline constexpr char kUpdateTarget[] = "jax_fused_adamw_update_v1";
+// it: a new one for other arguments, results or attributes.
+inline constexpr char kUpdateTarget[] = "jax_fused_adamw_update_v2";
 
 struct UpdateOperands {
   UpdateOptions options;
