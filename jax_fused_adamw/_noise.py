@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_fused_adamw._specs import varying_axes
+
 _ROUNDS = 7
 _MULTIPLIERS = (np.uint32(0xD2511F53), np.uint32(0xCD9E8D57))
 _KEY_INCREMENTS = (np.uint32(0x9E3779B9), np.uint32(0xBB67AE85))
@@ -77,8 +79,13 @@ def philox(counter: Sequence[jax.Array], key: Sequence[jax.Array]) -> list[jax.A
         c2, c3 = first.high ^ c3 ^ k1, first.low
         return [c0, c1, c2, c3, k0 + _KEY_INCREMENTS[0], k1 + _KEY_INCREMENTS[1]]
 
+    # What a loop carries must be of one type: in a shard_map the words come to vary
+    # over all axes that one of them varies over, a seed of each device among them.
+    words = [*counter, *key]
+    axes = frozenset().union(*map(varying_axes, words))
+    words = [lax.pcast(x, tuple(axes - varying_axes(x)), to="varying") for x in words]
     # A loop, since XLA would compile seven rounds of every leaf for longer.
-    return lax.fori_loop(0, _ROUNDS, one_round, [*counter, *key])[:4]
+    return lax.fori_loop(0, _ROUNDS, one_round, words)[:4]
 
 
 class LeafNoise(NamedTuple):

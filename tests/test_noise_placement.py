@@ -247,6 +247,29 @@ def test_a_manual_shard_map_sees_shards_as_leaves():
 
 
 @each_implementation
+def test_seed_of_each_device_in_a_shard_map(implementation):
+    """Each rounds as one alone with its seed."""
+    mesh = make_mesh("x")
+    params = {"w": jnp.linspace(-1.0, 1.0, 40)}
+
+    def mu_after_a_step(seed, params):
+        tx = make(implementation, mu_dtype=jnp.bfloat16, seed=seed)
+        return jfa.step(tx, params, tx.init(params), params)[1].mu["w"]
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    def run(params):
+        return mu_after_a_step(jax.lax.axis_index("x"), params)
+
+    same_on_each = jax.tree.map(lambda x: jnp.tile(x, mesh.size), params)
+    got = run(same_on_each).reshape(mesh.size, -1)
+    for i in range(mesh.size):
+        expected = jax.jit(mu_after_a_step)(jnp.int32(i), params)
+        assert_same_bits(got[i], expected)
+    assert mesh.size == 1 or (got[0] != got[1]).any()
+
+
+@each_implementation
 def test_members_of_a_vmap_on_a_mesh(implementation):
     mesh = make_mesh("x", "y")
     tx = make(implementation, **NOISY)
