@@ -205,7 +205,9 @@ def round_stochastically(x: jax.Array, dtype: Any, noise: jax.Array) -> jax.Arra
 
 @round_stochastically.defjvp
 def _round_jvp(dtype, primals, tangents):
-    return round_stochastically(primals[0], dtype, primals[1]), tangents[0].astype(dtype)
+    return round_stochastically(primals[0], dtype, primals[1]), tangents[0].astype(
+        dtype
+    )
 
 
 def _to_bfloat16(x: jax.Array, magnitude: jax.Array, noise: jax.Array) -> jax.Array:

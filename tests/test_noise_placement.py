@@ -10,7 +10,7 @@ from helpers import assert_same_bits, random_like
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from low_precision import EVERYTHING, each_implementation, steps
-from meshes import KINDS, make_mesh, place
+from meshes import KINDS, is_placed, make_mesh, place, zero_1
 
 import jax_fused_adamw as jfa
 from jax_fused_adamw import _primitives
@@ -149,22 +149,15 @@ def test_zero_1_with_masters_and_copies(kind):
     )
     grads = random_like(params, seed=2)
     expected = on_host(steps(tx, params, grads))
-    # As on results, since P("x") is not P("x", None) to jit's cache.
-    rows = NamedSharding(mesh, P("x") if kind == "Auto" else P("x", None))
-    like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), params
-    )
     with jax.set_mesh(mesh):
-        whole = place(mesh, params, P())
-        shardings = jfa.state_shardings(tx, like)
-        state = jax.jit(tx.init, out_shardings=shardings)(whole)
+        whole, state = zero_1(tx, mesh, params)
         step = jax.jit(functools.partial(jfa.step, tx))
         for _ in range(3):
             whole, state = step(place(mesh, grads, P()), state, whole)
         assert step._cache_size() == 1
     assert all(x.sharding.is_fully_replicated for x in whole.values())
     for x in jax.tree.leaves((state.mu, state.master, state.ema, state.compute)):
-        assert x.sharding.is_equivalent_to(rows, 2)
+        assert is_placed(x, mesh, P("x"))
     assert_same_bits(on_host((whole, state)), expected)
 
 
