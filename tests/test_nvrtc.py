@@ -103,9 +103,7 @@ ARCHITECTURES = pytest.mark.parametrize("architecture", [75, 80, 86, 89, 90, 100
 
 
 @ARCHITECTURES
-@pytest.mark.parametrize(
-    "leaf_class, analyzing", [(0, 0), (0, 1), (3, 0), (5, 0), (6, 0)]
-)
+@pytest.mark.parametrize("leaf_class, analyzing", [(0, 0), (0, 1), (3, 0), (5, 0), (6, 0)])
 def test_every_architecture(nvrtc, architecture, leaf_class, analyzing):
     options = ["-DJFA_ONLY_RULE=0", f"-DJFA_ONLY_CLASS={leaf_class}"]
     options.append(f"-DJFA_ONLY_ANALYZING={analyzing}")
