@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import AxisType
 
 from jax_fused_adamw import _checks, _in_place
 from jax_fused_adamw._export import saved_by_name
@@ -18,7 +17,7 @@ from jax_fused_adamw._hyperparams import (
     scale_operand,
     skip_update_operand,
 )
-from jax_fused_adamw._shardings import zeros_like
+from jax_fused_adamw._shardings import placed_as, zeros_like
 from jax_fused_adamw._state import FusedAdamWState, follows_params, map_states
 from jax_fused_adamw._stats import Analysis, GradReport, analysis_of
 from jax_fused_adamw._transform import FusedAdamW, options_of
@@ -234,9 +233,7 @@ def _add(
     def add(acc: jax.Array, grad: jax.Array) -> jax.Array:
         grad = grad.astype(acc.dtype) / scale.astype(acc.dtype)
         term = jnp.where(weight == 0, 0.0, weight.astype(acc.dtype) * grad)
-        if AxisType.Explicit in jax.typeof(acc).sharding.mesh.axis_types:
-            # ZeRO-1: a whole gradient, and a sum that is cut as the moments are.
-            term = jax.sharding.reshard(term, jax.typeof(acc).sharding)
+        term = placed_as(term, acc)
         # A choice, not a product with 0: nothing of the last window may survive.
         return jnp.where(is_first, term, acc + term)
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax.tree_util import tree_leaves_with_path
 
 from jax_fused_adamw._primitives import LEAF_DTYPES, LEAF_DTYPES_X64
+from jax_fused_adamw._specs import varying_axes
 
 NO_PARAMS_MESSAGE = (
     "fused_adamw: update needs the current parameters: call "
@@ -247,14 +248,8 @@ def check_replication(
                 )
 
 
-def varying_axes(x: Any) -> frozenset[str]:
-    """The mesh axes of an enclosing shard_map over which ``x`` may differ."""
-    manual = getattr(jax.typeof(x), "manual_axis_type", None)
-    return getattr(manual, "varying", frozenset())
-
-
 def ordered_axes(x: Any) -> tuple[str, ...]:
-    """The same, in an order for collectives."""
+    """Its varying axes in an order for collectives."""
     return tuple(sorted(varying_axes(x)))
 
 

@@ -9,6 +9,7 @@ The operand ``noise`` holds 64-bit numbers as ``uint32[1 + leaves, 2]``, low wor
 the seed, then for each leaf the index of its first element, not zero in a shard.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from jax_fused_adamw._specs import varying_axes
 
 _ROUNDS = 7
 _MULTIPLIERS = (np.uint32(0xD2511F53), np.uint32(0xCD9E8D57))
@@ -76,8 +79,13 @@ def philox(counter: Sequence[jax.Array], key: Sequence[jax.Array]) -> list[jax.A
         c2, c3 = first.high ^ c3 ^ k1, first.low
         return [c0, c1, c2, c3, k0 + _KEY_INCREMENTS[0], k1 + _KEY_INCREMENTS[1]]
 
+    # What a loop carries must be of one type: in a shard_map the words come to vary
+    # over all axes that one of them varies over, a seed of each device among them.
+    words = [*counter, *key]
+    axes = frozenset().union(*map(varying_axes, words))
+    words = [lax.pcast(x, tuple(axes - varying_axes(x)), to="varying") for x in words]
     # A loop, since XLA would compile seven rounds of every leaf for longer.
-    return lax.fori_loop(0, _ROUNDS, one_round, [*counter, *key])[:4]
+    return lax.fori_loop(0, _ROUNDS, one_round, words)[:4]
 
 
 class LeafNoise(NamedTuple):
@@ -175,11 +183,13 @@ def noise_operand(seed: Any, num_leaves: int) -> Any:
     return xp.concatenate([words[None], np.zeros((num_leaves, 2), np.uint32)])
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def round_stochastically(x: jax.Array, dtype: Any, noise: jax.Array) -> jax.Array:
     """float32 to a neighbour in a 16-bit dtype, each the likelier the nearer it is.
 
     What the dtype can represent keeps its value, and so do infinities and NaN; a finite
-    value becomes infinite only where float16 ends for good, at 65536.
+    value becomes infinite only where float16 ends for good, at 65536. The derivative is
+    that of rounding to nearest, 1.
 
     Args:
       x: float32.
@@ -191,6 +201,13 @@ def round_stochastically(x: jax.Array, dtype: Any, noise: jax.Array) -> jax.Arra
     rounded = round_bits(x, bits & np.uint32(0x7FFFFFFF), noise)
     sign = bits >> 16 & np.uint32(0x8000)
     return lax.bitcast_convert_type((sign | rounded).astype(jnp.uint16), dtype)
+
+
+@round_stochastically.defjvp
+def _round_jvp(dtype, primals, tangents):
+    return round_stochastically(primals[0], dtype, primals[1]), tangents[0].astype(
+        dtype
+    )
 
 
 def _to_bfloat16(x: jax.Array, magnitude: jax.Array, noise: jax.Array) -> jax.Array:

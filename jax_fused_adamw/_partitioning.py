@@ -5,6 +5,7 @@ replicated results, in silence.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -32,51 +33,41 @@ def sharding_rule(config: UpdateConfig, mesh, operands, results):
     no second time.
     """
     del mesh
-    n, first = config.num_leaves, config.first_leaf
-    places_from = first + config.num_leaf_operands
-    leading = () if config.members is None else ("member",)
-    ranks = [len(shape) for shape in value_shapes(config)]
+    n = config.num_leaves
+    scalars, others = _cut(operands, config.num_scalars)
+    after, others = _cut(others, config.num_after)
+    leaves, places = _cut(others, config.num_leaf_operands)
+    leaf_results, counters = _cut(results, config.num_leaf_results)
+    scalar_ranks = [len(shape) for shape in value_shapes(config)]
+    is_batched = config.members is not None
 
-    def scalar(i: int, value_type) -> ArrayMapping:
-        value_rank = ranks[i]
-        members = leading if value_type.rank > value_rank else ()
-        return ArrayMapping(*members, *(f"scalar{i}_dim{d}" for d in range(value_rank)))
+    def scalar(i: int, x) -> ArrayMapping:
+        return _mapping(f"scalar{i}", x, scalar_ranks[i])
 
-    def waited_for(i: int, value_type) -> ArrayMapping:
-        return ArrayMapping(*(f"after{i}_dim{d}" for d in range(value_type.rank)))
-
-    def leaf(name: str, i: int, value_type) -> ArrayMapping:
-        own = (f"{name}{i}_dim{d}" for d in range(len(leading), value_type.rank))
-        return ArrayMapping(*leading, *own)
+    def leaf(name: str, i: int, x) -> ArrayMapping:
+        return _mapping(f"{name}{i % n}", x, x.rank - is_batched)
 
     # Operand kinds share the place of their leaf, the last ones have their own.
     place_of = {"out": "param", "copies": "copy"}
     result_names = [place_of.get(kind, "leaf") for kind in config.result_kinds]
-    num_leaf_results = config.num_leaf_results
     return SdyShardingRule(
         (
-            *(scalar(i, x) for i, x in enumerate(operands[: config.num_scalars])),
-            *(
-                waited_for(i, x)
-                for i, x in enumerate(operands[config.num_scalars : first])
-            ),
-            *(
-                leaf("leaf", i % n, x)
-                for i, x in enumerate(operands[first:places_from])
-            ),
-            *(
-                leaf(("param", "copy")[i // n], i % n, x)
-                for i, x in enumerate(operands[places_from:])
-            ),
+            *(scalar(i, x) for i, x in enumerate(scalars)),
+            *(_mapping(f"after{i}", x, x.rank) for i, x in enumerate(after)),
+            *(leaf("leaf", i, x) for i, x in enumerate(leaves)),
+            *(leaf(("param", "copy")[i // n], i, x) for i, x in enumerate(places)),
         ),
         (
-            *(
-                leaf(result_names[i // n], i % n, x)
-                for i, x in enumerate(results[:num_leaf_results])
-            ),
-            *(scalar(0, x) for x in results[num_leaf_results:]),
+            *(leaf(result_names[i // n], i, x) for i, x in enumerate(leaf_results)),
+            *(scalar(0, x) for x in counters),
         ),
     )
+
+
+def _mapping(name: str, x, own_rank: int) -> ArrayMapping:
+    """Dimensions of its own, after that of the members where there is one."""
+    members = ("member",) * (x.rank - own_rank)
+    return ArrayMapping(*members, *(f"{name}_dim{d}" for d in range(own_rank)))
 
 
 def partition(bind: Callable, config: UpdateConfig, mesh, operands, results):
@@ -84,40 +75,28 @@ def partition(bind: Callable, config: UpdateConfig, mesh, operands, results):
 
     A first step, which has no state yet, runs it where its parameter lies.
     """
-    n, first = config.num_leaves, config.first_leaf
-    operands, places = _cut(operands, first + config.num_leaf_operands)
+    n = config.num_leaves
+    operands, places = _cut(operands, config.first_leaf + config.num_leaf_operands)
     _, after, buffers = unflatten(config, operands)
     placements = [leaf.sharding for leaf in buffers.mu or buffers.params]
     member_spec = None
     if config.members is not None:
         member_spec, placements = align_members(mesh, placements)
-    shards = []
-    if config.has_noise:
-        shards = [
-            Shard.of(i, config, mesh, placement, param.shape)
-            for i, (placement, param) in enumerate(zip(placements, buffers.params))
-        ]
+    shards = [
+        Shard.of(i, config, mesh, placement, param.shape)
+        for i, (placement, param) in enumerate(zip(placements, buffers.params))
+        if config.has_noise
+    ]
 
     def scalar_sharding(shape: tuple[int, ...], x) -> NamedSharding:
         per_member = len(x.shape) > len(shape)
         spec = PartitionSpec(member_spec) if per_member else PartitionSpec()
         return NamedSharding(mesh, spec)
 
-    def update_shard(*operands):
-        local = config
-        if config.members is not None:
-            local = dataclasses.replace(config, members=operands[first].shape[0])
-        operands = operands[: first + config.num_leaf_operands]
-        # jnp operations of the plain-JAX rule must not see the outer explicit mesh.
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            if config.has_noise:
-                local, operands = at_their_places(local, shards, operands)
-            return tuple(bind(*operands, config=local))
-
     leaf_results, counters = _cut(results, config.num_leaf_results)
     return (
         mesh,
-        update_shard,
+        functools.partial(_update_shards, bind, config, shards),
         (
             *(placements[i % n] for i in range(len(leaf_results))),
             *(scalar_sharding((), x) for x in counters),
@@ -132,6 +111,21 @@ def partition(bind: Callable, config: UpdateConfig, mesh, operands, results):
             *(x.sharding for x in places),
         ),
     )
+
+
+def _update_shards(
+    bind: Callable, config: UpdateConfig, shards: Sequence[Shard], *operands
+) -> tuple:
+    """What one device runs, on its part of every operand."""
+    first = config.first_leaf
+    operands, _ = _cut(operands, first + config.num_leaf_operands)
+    if config.members is not None:
+        config = dataclasses.replace(config, members=operands[first].shape[0])
+    # jnp operations of the plain-JAX rule must not see the outer explicit mesh.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        if config.has_noise:
+            config, operands = at_their_places(config, shards, operands)
+        return tuple(bind(*operands, config=config))
 
 
 def _cut(flat: Sequence, n: int) -> tuple[Sequence, Sequence]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fused_adamw import _checks
+from jax_fused_adamw._shardings import placed_as
 from jax_fused_adamw._state import (
     FusedAdamWState,
     beside_params,
@@ -51,7 +52,7 @@ def master_mismatch(state: Any, params: Any) -> dict[str, jax.Array]:
     counts: dict[str, jax.Array] = {}
 
     def count(path: Any, master: jax.Array, param: jax.Array) -> None:
-        rounded = master.astype(param.dtype)
+        rounded, param = master.astype(param.dtype), placed_as(param, master)
         is_same = (rounded == param) | (jnp.isnan(rounded) & jnp.isnan(param))
         counts[jax.tree_util.keystr(path)] = (~is_same).sum(dtype=jnp.int32)
 
@@ -74,7 +75,9 @@ def resync(state: Any, params: Any, source: str) -> tuple[Any, Any]:
 
     Returns:
       Parameters and state, in the order of :func:`step`. New arrays share no buffer
-      with old ones.
+      with old ones, and lie where what they replace does (ZeRO-1: masters cut,
+      parameters whole). Under ``jax.jit`` only a mesh of explicit axes tells where that
+      is: with automatic ones, call it outside, or pass ``out_shardings``.
 
     Raises:
       ValueError: another ``source``, a state with nothing to make, or one of other
@@ -114,7 +117,7 @@ def resync(state: Any, params: Any, source: str) -> tuple[Any, Any]:
 
 def _made_anew(ours: FusedAdamWState, params: Any) -> FusedAdamWState:
     def anew(_: Any, old: jax.Array, param: jax.Array) -> jax.Array:
-        return copy(param, old.dtype)
+        return copy(placed_as(param, old), old.dtype)
 
     return ours._replace(
         master=map_beside("master", anew, ours.master, params),
@@ -123,7 +126,7 @@ def _made_anew(ours: FusedAdamWState, params: Any) -> FusedAdamWState:
 
 
 def _rounded(master: jax.Array, param: jax.Array) -> jax.Array:
-    return master.astype(param.dtype)
+    return placed_as(master.astype(param.dtype), param)
 
 
 def _states_with_masters(state: Any, params: Any) -> list[FusedAdamWState]:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_fused_adamw._partitioning import unless_all_manual, with_partitioning
 
@@ -81,6 +81,21 @@ def _partition(zeros, mesh, operands, results):
             return zeros(*shards)
 
     return mesh, of_shards, placements, placements
+
+
+def placed_as(x: jax.Array, like: jax.Array) -> jax.Array:
+    """``x`` where ``like`` lies (ZeRO-1: a whole array, and one that is cut).
+
+    Traced on a mesh without explicit axes, types do not tell: XLA decides.
+    """
+    if not any(isinstance(array, jax.core.Tracer) for array in (x, like)):
+        # What is not committed lies where it does by default.
+        is_committed = getattr(like, "committed", False)
+        return jax.device_put(x, like.sharding) if is_committed else x
+    sharding = jax.typeof(like).sharding
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        x = jax.sharding.reshard(x, sharding)
+    return x
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:

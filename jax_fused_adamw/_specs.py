@@ -1,7 +1,9 @@
-"""What a sharding says of each dimension."""
+"""What a sharding says of each dimension, and a type of the mesh axes."""
 
 import math
+from typing import Any
 
+import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 
@@ -59,3 +61,9 @@ def even_sharding(mesh, placement, shape: tuple[int, ...]):
     if even == list(spec):
         return placement
     return NamedSharding(mesh, PartitionSpec(*even))
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mesh axes of an enclosing shard_map over which ``x`` may differ."""
+    manual = getattr(jax.typeof(x), "manual_axis_type", None)
+    return getattr(manual, "varying", frozenset())

@@ -17,6 +17,7 @@ import numpy as np
 from jax_fused_adamw._in_place import InPlaceUpdate, difference
 from jax_fused_adamw._operands import Buffers, Results
 from jax_fused_adamw._options import Options
+from jax_fused_adamw._shardings import placed_as
 from jax_fused_adamw._state import FusedAdamWState
 
 _FLOAT64 = {
@@ -115,6 +116,7 @@ def new_weights(
             if not plan.has_copy:
                 # As optax.apply_updates will have it, and in the same pass of XLA's.
                 copy = (param + out).astype(old_copy.dtype)
+                copy = placed_as(copy, old_copy)
                 copy = jnp.where(consecutive != 0, old_copy, copy)
             new.compute.append(copy)
         if plan.writes_params and not plan.wants_params:

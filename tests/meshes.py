@@ -9,6 +9,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jax_fused_adamw as jfa
+
 KINDS = ("Auto", "Explicit")
 
 
@@ -38,3 +40,10 @@ def place(mesh, tree, specs):
 
 def is_placed(leaf, mesh, spec) -> bool:
     return leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
+
+
+def zero_1(tx, mesh, params):
+    """Parameters whole on the mesh in use, and a state cut along axis ``x``."""
+    whole = place(mesh, params, P())
+    shardings = jfa.state_shardings(tx, place(mesh, params, P("x")))
+    return whole, jax.jit(tx.init, out_shardings=shardings)(whole)

@@ -11,10 +11,10 @@ import optax
 import pytest
 from flax import nnx
 from helpers import WAYS, assert_same_bits, make_tx, take_step
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from low_precision import GRADS, PARAMS, as_float64, each_implementation, steps
-from meshes import place
+from meshes import is_placed, place, zero_1
 
 import jax_fused_adamw as jfa
 import jax_fused_adamw.flax
@@ -252,6 +252,23 @@ def test_sharded_copies_lie_where_their_parameters_do(mesh):
     for name, x in jfa.compute_params(state, params).items():
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, specs[name]), x.ndim)
     assert step._cache_size() == 1
+    assert_rounded(jfa.compute_params(state, params), params)
+
+
+@pytest.mark.devices(8)
+@pytest.mark.parametrize("how", ["eager", "jit"])
+@each_implementation
+def test_zero_1_updates(mesh, how, implementation):
+    """The copies of whole parameters are cut as the rest of the state."""
+    tx = jfa.fused_adamw(0.1, compute_dtype=BF16, implementation=implementation)
+    params, state = zero_1(tx, mesh, MODEL)
+    update = jax.jit(tx.update) if how == "jit" else tx.update
+    for _ in range(2):
+        updates, state = update(params, state, params)
+        params = optax.apply_updates(params, updates)
+    # Where types do not tell, XLA decides.
+    if how == "eager" or mesh.axis_types[0] == AxisType.Explicit:
+        assert all(is_placed(x, mesh, P("x")) for x in state.compute.values())
     assert_rounded(jfa.compute_params(state, params), params)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import bits
 
+import jax_fused_adamw as jfa
 from jax_fused_adamw._noise import (
     LeafNoise,
     Wide,
@@ -239,3 +240,47 @@ def test_noise_is_uniform_and_streams_differ():
         assert abs(x.mean() - 0.5 + 2.0**-17) < 4 * sigma
     correlations = np.corrcoef(streams) - np.eye(len(streams))
     assert np.abs(correlations).max() < 5 / 2**8
+
+
+# --- Derivatives ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_derivative_is_that_of_rounding_to_nearest(dtype):
+    def rounded(x, noise):
+        return round_stochastically(x, jnp.dtype(dtype), noise)
+
+    x, noise = jnp.linspace(-2.0, 2.0, 7), ALL_NOISE[:7]
+    tangent = jnp.linspace(0.3, 0.9, 7)
+    got, got_tangent = jax.jvp(lambda x: rounded(x, noise), (x,), (tangent,))
+    np.testing.assert_array_equal(got, rounded(x, noise))
+    np.testing.assert_array_equal(got_tangent, tangent.astype(dtype))
+
+
+@pytest.mark.parametrize("which", [True, "params"])
+def test_gradients_flow_through_steps_as_without_noise(which):
+    """Through the moments of two steps, and through bfloat16 parameters."""
+    dtype = jnp.bfloat16 if which == "params" else jnp.float32
+    params = jnp.linspace(-1.0, 1.0, 12).astype(dtype)
+    grads = jnp.linspace(0.5, 1.5, 12)
+
+    def last_sum(stochastic_rounding, scale, params):
+        tx = jfa.fused_adamw(
+            0.1,
+            mu_dtype=jnp.bfloat16,
+            nu_dtype=jnp.bfloat16,
+            stochastic_rounding=stochastic_rounding,
+            implementation="xla",
+        )
+        state = tx.init(params)
+        for g in (scale * grads, 0.5 * grads):
+            params, state = jfa.step(tx, g, state, params)
+        return params.astype(jnp.float32).sum()
+
+    derivative = jax.jit(jax.grad(last_sum, (1, 2)), static_argnums=0)
+    got, expected = (derivative(x, 1.0, params) for x in (which, False))
+    assert abs(expected[0]) > 0.01
+    np.testing.assert_allclose(got[0], expected[0], rtol=0.05)
+    np.testing.assert_allclose(
+        *(np.asarray(x[1], np.float64) for x in (got, expected)), rtol=0.02
+    )

@@ -10,7 +10,7 @@ from helpers import assert_same_bits, random_like
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from low_precision import EVERYTHING, each_implementation, steps
-from meshes import KINDS, make_mesh, place
+from meshes import KINDS, is_placed, make_mesh, place, zero_1
 
 import jax_fused_adamw as jfa
 from jax_fused_adamw import _primitives
@@ -149,22 +149,15 @@ def test_zero_1_with_masters_and_copies(kind):
     )
     grads = random_like(params, seed=2)
     expected = on_host(steps(tx, params, grads))
-    # As on results, since P("x") is not P("x", None) to jit's cache.
-    rows = NamedSharding(mesh, P("x") if kind == "Auto" else P("x", None))
-    like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), params
-    )
     with jax.set_mesh(mesh):
-        whole = place(mesh, params, P())
-        shardings = jfa.state_shardings(tx, like)
-        state = jax.jit(tx.init, out_shardings=shardings)(whole)
+        whole, state = zero_1(tx, mesh, params)
         step = jax.jit(functools.partial(jfa.step, tx))
         for _ in range(3):
             whole, state = step(place(mesh, grads, P()), state, whole)
         assert step._cache_size() == 1
     assert all(x.sharding.is_fully_replicated for x in whole.values())
     for x in jax.tree.leaves((state.mu, state.master, state.ema, state.compute)):
-        assert x.sharding.is_equivalent_to(rows, 2)
+        assert is_placed(x, mesh, P("x"))
     assert_same_bits(on_host((whole, state)), expected)
 
 
@@ -244,6 +237,29 @@ def test_a_manual_shard_map_sees_shards_as_leaves():
         assert_same_bits(
             jax.tree.map(lambda x, p=part: x[p], got), (expected, state.mu)
         )
+
+
+@each_implementation
+def test_seed_of_each_device_in_a_shard_map(implementation):
+    """Each rounds as one alone with its seed."""
+    mesh = make_mesh("x")
+    params = {"w": jnp.linspace(-1.0, 1.0, 40)}
+
+    def mu_after_a_step(seed, params):
+        tx = make(implementation, mu_dtype=jnp.bfloat16, seed=seed)
+        return jfa.step(tx, params, tx.init(params), params)[1].mu["w"]
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    def run(params):
+        return mu_after_a_step(jax.lax.axis_index("x"), params)
+
+    same_on_each = jax.tree.map(lambda x: jnp.tile(x, mesh.size), params)
+    got = run(same_on_each).reshape(mesh.size, -1)
+    for i in range(mesh.size):
+        expected = jax.jit(mu_after_a_step)(jnp.int32(i), params)
+        assert_same_bits(got[i], expected)
+    assert mesh.size == 1 or (got[0] != got[1]).any()
 
 
 @each_implementation

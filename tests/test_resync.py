@@ -6,7 +6,15 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_same_bits
-from low_precision import EVERYTHING, GRADS, PARAMS, as_float64, steps
+from low_precision import (
+    EVERYTHING,
+    GRADS,
+    PARAMS,
+    as_float64,
+    needs_kernel,
+    steps,
+)
+from meshes import zero_1
 
 import jax_fused_adamw as jfa
 
@@ -130,6 +138,51 @@ def test_sharded_state_stays_where_it_is(mesh):
         for x in (new[0]["w"], new[1].master["w"]):
             assert x.sharding.is_equivalent_to(where, 2)
     assert mismatch(state, params) == {"['w']": 0}
+
+
+ZERO_1 = {
+    "w": jnp.linspace(-1.0, 1.0, 48, dtype=jnp.bfloat16).reshape(16, 3),
+    "v": jnp.linspace(-1.0, 1.0, 40).reshape(8, 5),
+}
+
+
+def shardings(tree):
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
+@pytest.mark.devices(8)
+@pytest.mark.parametrize("how", ["eager", "jit"])
+@needs_kernel  # plain JAX cuts the parameters too
+def test_zero_1_new_arrays_lie_where_the_old_did(mesh, how):
+    """State cut, parameters whole: the next step compiles no second time."""
+    tx = jfa.fused_adamw(0.1, **EVERYTHING)
+    params, state = zero_1(tx, mesh, ZERO_1)
+    step = jax.jit(tx.step)
+    params, state = step(params, state, params)
+    params, state = step(params, state, params)
+    compiled, resync = step._cache_size(), jfa.resync
+    if how == "jit":
+        if mesh.axis_types[0] != jax.sharding.AxisType.Explicit:
+            pytest.skip("types do not tell placements there")
+        resync = jax.jit(resync, static_argnums=2)
+    for source in ("params", "master"):
+        new = resync(state, params, source)
+        assert shardings(new) == shardings((params, state))
+        assert_same_bits(new[0], params)
+        step(params, new[1], new[0])
+    assert step._cache_size() == compiled
+    other = params | {"w": params["w"] + 1}
+    assert mismatch(state, params) == {"['w']": 0}
+    assert mismatch(state, other) == {"['w']": 48}
+    assert mismatch(resync(state, other, "params")[1], other) == {"['w']": 0}
+
+
+def test_uncommitted_arrays_stay_so():
+    tx = make(master_weights=True)
+    state = tx.init(PARAMS)
+    for source in ("params", "master"):
+        new = jfa.resync(state, PARAMS, source)
+        assert not any(x.committed for x in jax.tree.leaves(new))
 
 
 def test_errors():
