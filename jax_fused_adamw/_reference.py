@@ -311,13 +311,26 @@ def _store_params(
         new_param = new["out"] = _stored(p + update, param.dtype, bits)
     else:
         new["out"] = update.astype(param.dtype)
-        new_param = (p + new["out"].astype(config.real)).astype(param.dtype)
+        new_param = (p + _widened(new["out"], config.real)).astype(param.dtype)
     if config.has_copies:
         new["copies"] = new_param.astype(leaf.copies.dtype)
     if config.has_ema:
         kept = s.ema_decay * leaf.ema
-        new["ema"] = kept + s.one_minus_ema_decay * new_param.astype(config.real)
+        new["ema"] = kept + s.one_minus_ema_decay * _widened(new_param, config.real)
     return new
+
+
+def _widened(x: jax.Array, real: Any) -> jax.Array:
+    """As ``real``, rounded again: XLA on GPUs drops a conversion there and back."""
+    wide = x.astype(real)
+    if wide.dtype == x.dtype:
+        return wide
+    info = jnp.finfo(x.dtype)
+    rounded = lax.reduce_precision(wide, info.nexp, info.nmant)
+    if x.dtype == jnp.float16:  # whose subnormals would become zero; 0.5 has their step
+        subnormal = jnp.copysign((jnp.abs(wide) + 0.5) - 0.5, wide)
+        rounded = jnp.where(jnp.abs(wide) < info.smallest_normal, subnormal, rounded)
+    return rounded
 
 
 def _stored(x: jax.Array, dtype: Any, noise: jax.Array | None) -> jax.Array:

