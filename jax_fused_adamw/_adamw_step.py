@@ -31,7 +31,7 @@ def adamw_step(
         ``fused_adamw(1e-3)``.
       control: gradient scale, skip flag and report (which takes the place of the step's
         own analysis); None for none of them. A skipped first step returns the parameter
-        as it is and a state of zeros.
+        as it is and moments of zeros.
 
     Returns:
       The new parameter and the new state. Under ``jax.jit``, donate ``p`` and

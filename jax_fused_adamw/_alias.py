@@ -177,7 +177,9 @@ def fused_adamw(
         ``"params"`` also rounds bfloat16 parameters without a master stochastically;
         float16 ones keep rounding to nearest. ``optax.apply_if_finite`` around that:
         as with ``master_weights``.
-      seed: an integer of 64 bits, or an integer scalar array, for the noise. Under
+      seed: an integer of 64 bits, or an integer scalar array, for the noise. Leaves
+        are numbered within the optimizer, so groups of ``multi_transform`` with the
+        same seed have the same noise: give each its own. Under
         ``optax.inject_hyperparams``, which makes it int32, name a larger one in
         ``static_args=("seed",)``.
       max_grad_norm: a float or a scalar array: gradients of which the global norm
@@ -388,6 +390,11 @@ def _check_flags(**flags: Any) -> None:
 
 def _check_seed(seed: Any) -> None:
     dtype = seed.dtype if isinstance(seed, jax.Array) else np.asarray(seed).dtype
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        raise TypeError(
+            "fused_adamw: seed must be an integer, got a PRNG key; pass "
+            "jax.random.bits(key)"
+        )
     is_integer = isinstance(seed, int) or dtype.kind in "iu"
     if isinstance(seed, bool) or not is_integer:
         raise TypeError(f"fused_adamw: seed must be an integer, got {seed!r}")

@@ -20,7 +20,8 @@ def compute_params(state: Any, params: Any) -> Any:
     it travels with the parameters through any optax wrapper, ``jax.jit`` and donation.
     This finds it there. It reads nothing: the arrays are those of the state. They are
     copies of ``params`` only where ``fused_adamw`` is the last transformation that
-    changes updates and is given the parameters themselves: see :func:`step`.
+    changes updates and is given the parameters themselves: see :func:`step`. Whoever
+    writes parameters outside the step makes them anew by :func:`resync`.
 
     Args:
       state: the state of any optax transformation with a ``fused_adamw`` inside:
@@ -72,7 +73,8 @@ def value_and_grad(
     its gradients see the rounded ones: gradients have half the bytes, which
     :func:`step` takes as they are. Where the step has written the rounded parameters
     already, pass them as ``compute_params`` and nothing is rounded at all: the forward
-    pass then does not read the float32 parameters.
+    pass then does not read the float32 parameters. The parameters are positional
+    arguments.
 
     Args:
       fun: a function of parameters (and more) with a scalar result.
@@ -86,8 +88,9 @@ def value_and_grad(
       :func:`compute_params` returned; with several ``argnums`` a tuple of them.
 
     Raises:
-      TypeError: a ``compute_dtype`` that is not a dtype, or ``compute_params`` that are
-        no tuple of one for each of several ``argnums``.
+      TypeError: a ``compute_dtype`` that is not a dtype; ``compute_params`` of another
+        dtype, or that are no tuple of one for each of several ``argnums``; parameters
+        that are no positional arguments.
       ValueError: another ``compute_dtype``, or ``compute_params`` of another tree or
         shape than the parameters.
 
@@ -117,12 +120,13 @@ def value_and_grad(
     if dtype is None:
         raise TypeError("value_and_grad: compute_dtype must be bfloat16 or float16")
     differentiated = jax.value_and_grad(fun, argnums, has_aux)
-    is_single = isinstance(argnums, int)
-    places = (argnums,) if is_single else tuple(argnums)
+    is_single = np.ndim(argnums) == 0
+    places = (int(argnums),) if is_single else tuple(argnums)
 
     @functools.wraps(fun)
     def value_and_grad_of_rounded(*args, compute_params: Any = None, **kwargs):
         args = list(args)
+        _check_positional(args, places)
         if is_single or compute_params is None:
             given = (compute_params,) * len(places)
         else:
@@ -130,7 +134,7 @@ def value_and_grad(
             _check_tuple(given, places)
         for place, replaced in zip(places, given, strict=True):
             if replaced is not None:
-                _check_alike(replaced, args[place])
+                _check_alike(replaced, args[place], dtype)
                 args[place] = replaced
             args[place] = _rounded(args[place], dtype)
         return differentiated(*args, **kwargs)
@@ -148,18 +152,41 @@ def _check_tuple(compute_params: Any, argnums: tuple[int, ...]) -> None:
         )
 
 
-def _check_alike(compute_params: Any, params: Any) -> None:
+def _check_positional(args: list[Any], argnums: tuple[int, ...]) -> None:
+    if any(not -len(args) <= place < len(args) for place in argnums):
+        raise TypeError(
+            f"value_and_grad: expected the parameters (argnums={argnums}) among the "
+            f"positional arguments, of which there are {len(args)}"
+        )
+
+
+def _check_alike(compute_params: Any, params: Any, dtype: str) -> None:
     with _checks.speaking_as("value_and_grad"):
         remedy = "what jfa.compute_params(state, params) returned"
         _checks.check_same_tree("compute_params", compute_params, params, remedy)
         _checks.check_shapes("compute_params", compute_params, params)
+
+    def check_dtype(path: Any, replaced: Any, param: Any) -> None:
+        expected = dtype if _is_float32(param) else jnp.result_type(param).name
+        got = jnp.result_type(replaced).name
+        if got != expected:
+            leaf = _checks.leaf_name("compute_params", path)
+            raise TypeError(
+                f"value_and_grad: {leaf}: expected {expected}, got {got}; the "
+                "compute_dtype of fused_adamw and of value_and_grad must be the same"
+            )
+
+    jax.tree_util.tree_map_with_path(check_dtype, compute_params, params)
 
 
 def _rounded(params: Any, dtype: str) -> Any:
     """Every float32 leaf in the compute dtype; others as they are."""
 
     def rounded(param: Any) -> Any:
-        is_float32 = np.dtype(jnp.result_type(param)) == np.float32
-        return jnp.asarray(param, dtype) if is_float32 else param
+        return jnp.asarray(param, dtype) if _is_float32(param) else param
 
     return jax.tree.map(rounded, params)
+
+
+def _is_float32(param: Any) -> bool:
+    return jnp.result_type(param) == jnp.float32

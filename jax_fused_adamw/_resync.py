@@ -20,24 +20,25 @@ _SOURCES = {"master": "master", "params": "params"}
 
 
 def master_mismatch(state: Any, params: Any) -> dict[str, jax.Array]:
-    """Counts parameters that are not their master rounded to nearest.
+    """Counts elements whose float32 value and low-precision copy have come apart.
 
-    After every applied step they are; after a restore, or where something else has
-    written the parameters, they may not be, and the next step would overwrite them by
-    what the masters say. :func:`resync` mends that.
+    After every applied step the one is the other rounded to nearest; after a restore,
+    or where something else than the step has written the parameters, it may not be: the
+    next step then overwrites them by what the masters say, and the next forward pass
+    reads copies of old ones. :func:`resync` mends that.
 
     Args:
-      state: the state of any optax transformation with a ``fused_adamw(...,
-        master_weights=True)`` inside.
+      state: the state of any optax transformation with a ``fused_adamw`` inside that
+        has ``master_weights`` or ``compute_dtype``.
       params: the parameters that it belongs to.
 
     Returns:
-      For each parameter with a master, by its path in ``params``, how many of its
+      For each parameter with a master or a copy, by its path in ``params``, how many
       elements differ: ``int32[]`` arrays, on the device. NaN equals NaN here, and the
       two zeros are equal.
 
     Raises:
-      ValueError: a state without masters, or one of other parameters.
+      ValueError: a state without masters and copies, or one of other parameters.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -51,14 +52,17 @@ def master_mismatch(state: Any, params: Any) -> dict[str, jax.Array]:
     """
     counts: dict[str, jax.Array] = {}
 
-    def count(path: Any, master: jax.Array, param: jax.Array) -> None:
-        rounded, param = master.astype(param.dtype), placed_as(param, master)
-        is_same = (rounded == param) | (jnp.isnan(rounded) & jnp.isnan(param))
+    def count(path: Any, kept: jax.Array, param: jax.Array) -> None:
+        lower = min(kept.dtype, param.dtype, key=lambda dtype: dtype.itemsize)
+        a, b = kept.astype(lower), placed_as(param, kept).astype(lower)
+        is_same = (a == b) | (jnp.isnan(a) & jnp.isnan(b))
         counts[jax.tree_util.keystr(path)] = (~is_same).sum(dtype=jnp.int32)
 
     with _checks.speaking_as("master_mismatch"):
-        for ours in _states_with_masters(state, params):
+        _check_keeps_some(state, params)
+        for ours in states_in(state):
             map_beside("master", count, ours.master, params)
+            map_beside("compute", count, ours.compute, params)
     return counts
 
 
@@ -104,15 +108,19 @@ def resync(state: Any, params: Any, source: str) -> tuple[Any, Any]:
             for ours in _states_with_masters(state, params):
                 params = beside_params("master", _rounded, ours.master, params)
             return params, state
-        kept = [
-            tree for ours in states_in(state) for tree in (ours.master, ours.compute)
-        ]
-        if not jax.tree.leaves(kept) and jax.tree.leaves(params):
-            raise ValueError(
-                "fused_adamw: the state holds neither masters nor copies of parameters "
-                "(master_weights, compute_dtype): there is nothing to make anew"
-            )
+        _check_keeps_some(state, params)
         return params, map_states(lambda ours: _made_anew(ours, params), state)
+
+
+def _check_keeps_some(state: Any, params: Any) -> None:
+    _checks.check_params(params)
+    kept = [(ours.master, ours.compute) for ours in states_in(state)]
+    has_options = any(tree is not None for pair in kept for tree in pair)
+    if not has_options and jax.tree.leaves(params):
+        raise ValueError(
+            "fused_adamw: the state holds neither masters nor copies of parameters: "
+            "make the optimizer with master_weights=True or compute_dtype"
+        )
 
 
 def _made_anew(ours: FusedAdamWState, params: Any) -> FusedAdamWState:

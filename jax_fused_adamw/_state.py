@@ -187,8 +187,10 @@ def map_beside(
         jax.tree.map(lambda *_: None, tree, params, is_leaf=is_empty)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"fused_adamw: the tree of state.{name} does not match params: {error}. "
-            "Pass the parameters that the state belongs to"
+            f"fused_adamw: the tree of state.{name} does not match params: {error}\n"
+            "Pass the parameters that the state belongs to; of Flax nnx, "
+            "nnx.as_pure(optimizer.opt_state) and nnx.as_pure(nnx.state(model, "
+            "nnx.Param))"
         ) from error
     return jax.tree_util.tree_map_with_path(call, tree, params, is_leaf=is_empty)
 

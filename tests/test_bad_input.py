@@ -71,6 +71,7 @@ BAD_OPTIONS = [
     (dict(implementation="cuda"), ValueError, "implementation"),
     (dict(seed=0.5), TypeError, "seed"),
     (dict(seed=True), TypeError, "seed"),
+    (dict(seed=jax.random.key(0)), TypeError, r"jax\.random\.bits"),
     (dict(seed=2**64), ValueError, "64 bits"),
     (dict(seed=jnp.zeros(2, jnp.int32)), ValueError, "seed must be a scalar"),
     (dict(mu_dtype="bf17"), TypeError, "mu_dtype"),

@@ -336,6 +336,8 @@ def test_flax_nnx(implementation):
     params = nnx.as_pure(nnx.state(model, nnx.Param))
     compute = jfa.compute_params(nnx.as_pure(optimizer.opt_state), params)
     assert_rounded(compute, params)
+    with pytest.raises(ValueError, match="nnx.as_pure"):
+        jfa.compute_params(optimizer.opt_state, nnx.state(model, nnx.Param))
 
 
 def test_errors():
@@ -358,6 +360,12 @@ def test_errors():
         ValueError, match=r"value_and_grad: .*compute_params\['v'\] is m"
     ):
         value_and_grad(MODEL, X, compute_params={"w": MODEL["w"]})
+    with pytest.raises(
+        TypeError, match=r"compute_params\['v'\]: expected bfloat16, got f"
+    ):
+        value_and_grad(MODEL, X, compute_params=MODEL | {"w": MODEL["w"].astype(BF16)})
+    with pytest.raises(TypeError, match="positional arguments, of which there are 0"):
+        value_and_grad(params=MODEL, x=X)
     of_both = jfa.value_and_grad(jnp.dot, argnums=(0, 1), compute_dtype=BF16)
     for given, got in [((X[0],), "1"), (X[:2], "ArrayImpl"), ((None,) * 3, "3")]:
         with pytest.raises(TypeError, match=rf"tuple of 2, .*\(0, 1\), got {got}"):

@@ -37,7 +37,8 @@ def make(wrapper="bare", **options):
 
 
 def mismatch(state, params):
-    return {k: int(n) for k, n in jfa.master_mismatch(state, params).items()}
+    """How many elements differ, of the leaves that have some."""
+    return {k: int(n) for k, n in jfa.master_mismatch(state, params).items() if n}
 
 
 def changed(params):
@@ -51,14 +52,22 @@ def changed(params):
 @each_wrapper
 def test_a_mismatch_is_counted_by_leaf(wrapper):
     params, state = steps(make(wrapper), PARAMS, GRADS, 2)
-    assert mismatch(state, params) == {"['b']": 0, "['c']": 0, "['e']": 0}
+    assert mismatch(state, params) == {}
     counts = jax.jit(jfa.master_mismatch)(state, changed(params))
     assert all(x.dtype == jnp.int32 and x.shape == () for x in counts.values())
-    assert {k: int(n) for k, n in counts.items()} == {
-        "['b']": 2,
-        "['c']": 1,
-        "['e']": 0,
-    }
+    assert {"['a']", "['b']", "['c']", "['e']"} <= set(counts)
+    assert {k: int(n) for k, n in counts.items() if n} == {"['b']": 2, "['c']": 1}
+
+
+def test_a_copy_of_old_parameters_is_a_mismatch():
+    params = {"w": jnp.array([1.0, 2.0, 3.0])}
+    state = make(compute_dtype=jnp.bfloat16).init(params)
+    clipped = {"w": jnp.clip(params["w"], 0.0, 2.0)}
+    assert mismatch(state, params) == {}
+    assert mismatch(state, clipped) == {"['w']": 1}
+    _, state = jfa.resync(state, clipped, "params")
+    assert mismatch(state, clipped) == {}
+    assert_same_bits(state.compute["w"], clipped["w"].astype(jnp.bfloat16))
 
 
 @each_wrapper
@@ -75,7 +84,7 @@ def test_masters_and_copies_from_params(wrapper):
     other = changed(params) | {"a": params["a"] + 1}
     same, mended = jfa.resync(state, other, "params")
     assert_same_bits(same, other)
-    assert mismatch(mended, other) == {"['b']": 0, "['c']": 0, "['e']": 0}
+    assert mismatch(mended, other) == {}
     copies = jfa.compute_params(mended, other)
     np.testing.assert_array_equal(copies["a"], other["a"].astype(jnp.bfloat16))
 
@@ -110,7 +119,7 @@ def test_nan_and_zeros_are_no_mismatch():
     params = {"w": jnp.array([jnp.nan, 0.0, -0.0, jnp.inf, 1.0], jnp.bfloat16)}
     state = make(master_weights=True).init(params)
     other = {"w": jnp.array([jnp.nan, -0.0, 0.0, -jnp.inf, jnp.nan], jnp.bfloat16)}
-    assert mismatch(state, params) == {"['w']": 0}
+    assert mismatch(state, params) == {}
     assert mismatch(state, other) == {"['w']": 2}
 
 
@@ -137,7 +146,7 @@ def test_sharded_state_stays_where_it_is(mesh):
         new = jax.jit(jfa.resync, static_argnums=2)(state, params, source)
         for x in (new[0]["w"], new[1].master["w"]):
             assert x.sharding.is_equivalent_to(where, 2)
-    assert mismatch(state, params) == {"['w']": 0}
+    assert mismatch(state, params) == {}
 
 
 ZERO_1 = {
@@ -172,9 +181,9 @@ def test_zero_1_new_arrays_lie_where_the_old_did(mesh, how):
         step(params, new[1], new[0])
     assert step._cache_size() == compiled
     other = params | {"w": params["w"] + 1}
-    assert mismatch(state, params) == {"['w']": 0}
+    assert mismatch(state, params) == {}
     assert mismatch(state, other) == {"['w']": 48}
-    assert mismatch(resync(state, other, "params")[1], other) == {"['w']": 0}
+    assert mismatch(resync(state, other, "params")[1], other) == {}
 
 
 def test_uncommitted_arrays_stay_so():
