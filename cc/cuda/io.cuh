@@ -40,12 +40,19 @@ struct Span {
 };
 
 template <typename Real>
+__device__ __forceinline__ RawVector<Real> RawOf(uint4 x) {
+  return {{x.x, x.y, x.z, x.w}};
+}
+
+template <typename Real>
+__device__ __forceinline__ RawVector<Real> RawOf(uint2 x) {
+  return {{x.x, x.y}};
+}
+
+template <typename Real>
 __device__ __forceinline__ RawVector<Real> LoadWords(const void* array, const Span& span) {
   const Word32* p = static_cast<const Word32*>(array) + span.begin;
-  if (span.vectorised) {
-    const uint4 x = *reinterpret_cast<const uint4*>(p);
-    return {{x.x, x.y, x.z, x.w}};
-  }
+  if (span.vectorised) return RawOf<Real>(*reinterpret_cast<const uint4*>(p));
   RawVector<Real> raw{};
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
@@ -57,10 +64,7 @@ __device__ __forceinline__ RawVector<Real> LoadWords(const void* array, const Sp
 template <typename Real>
 __device__ __forceinline__ RawVector<Real> LoadHalfWords(const void* array, const Span& span) {
   const Word16* p = static_cast<const Word16*>(array) + span.begin;
-  if (span.vectorised) {
-    const uint2 x = *reinterpret_cast<const uint2*>(p);
-    return {{x.x, x.y}};
-  }
+  if (span.vectorised) return RawOf<Real>(*reinterpret_cast<const uint2*>(p));
   RawVector<Real> raw{};
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
