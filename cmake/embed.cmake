@@ -20,7 +20,7 @@ foreach(kernel IN LISTS KERNELS)
   if(FATBINS)
     list(POP_FRONT FATBINS path)
     set(fatbin ${name}_fatbin)
-    # By the assembler: as an array in C++, the 50 MB for eight architectures took the compiler
+    # By the assembler: as an array in C++, the 50 MB for seven architectures and PTX took the compiler
     # 7 GB (GCC 12, 2026-11-30).
     string(APPEND definitions
       "asm(\".section .rodata\\n.balign 16\\n.globl ${fatbin}\\n.hidden ${fatbin}\\n\"
