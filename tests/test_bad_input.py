@@ -106,7 +106,7 @@ NOT_BUILT = [
 def option_id(case):
     options = case[0] if isinstance(case, tuple) else case
     ((name, value),) = options.items()
-    return f"{name}={value}"[:40]
+    return f"{name}={getattr(value, '__name__', value)}"[:40]
 
 
 @pytest.mark.parametrize("case", BAD_OPTIONS, ids=option_id)
