@@ -59,6 +59,7 @@ JFA_HOST_DEVICE Word64 DoubleToBits(double value) {
   return static_cast<Word64>(__double_as_longlong(value));
 }
 JFA_HOST_DEVICE Word64 HighProduct(Word64 a, Word64 b) { return __umul64hi(a, b); }
+JFA_HOST_DEVICE float Magnitude(float x) { return fabsf(x); }
 JFA_HOST_DEVICE float SquareRoot(float x) { return __fsqrt_rn(x); }
 JFA_HOST_DEVICE double SquareRoot(double x) { return __dsqrt_rn(x); }
 
@@ -87,6 +88,7 @@ JFA_HOST_DEVICE Word64 DoubleToBits(double value) {
 JFA_HOST_DEVICE Word64 HighProduct(Word64 a, Word64 b) {
   return static_cast<Word64>(static_cast<unsigned __int128>(a) * b >> 64);
 }
+JFA_HOST_DEVICE float Magnitude(float x) { return BitsToFloat(FloatToBits(x) & 0x7fffffffu); }
 JFA_HOST_DEVICE float SquareRoot(float x) { return __builtin_sqrtf(x); }
 JFA_HOST_DEVICE double SquareRoot(double x) { return __builtin_sqrt(x); }
 
@@ -148,8 +150,8 @@ JFA_HOST_DEVICE Float16 Store<Float16>(float value) {
 
 // --- StoreStochastic: float32 -> storage with 16 random bits -------------------------------------
 // Up with the probability that the dropped part is of a step, to 2^-16 of it; a value that T can
-// represent keeps its bits. NaN and infinity stay, and no finite value becomes infinite, except
-// that float16 has no number near one of 65536 or more.
+// represent keeps its bits. Infinity and a NaN that arithmetic returned stay, and no finite value
+// becomes infinite, except that float16 has no number near one of 65536 or more.
 
 template <typename T>
 JFA_HOST_DEVICE T StoreStochastic(float value, Word32 random);
@@ -158,10 +160,7 @@ template <>
 JFA_HOST_DEVICE Bfloat16 StoreStochastic<Bfloat16>(float value, Word32 random) {
   constexpr float kLargest = 0x1.fep127f;
   const Word32 bits = FloatToBits(value);
-  const bool is_below_largest = BitsToFloat(bits & 0x7fffffffu) < kLargest;
-  const Word32 rounded = is_below_largest ? bits + random : bits;
-  const Word32 quiet = value != value ? 0x400000u : 0u;
-  return {static_cast<Word16>((rounded | quiet) >> 16)};
+  return {static_cast<Word16>((bits + (Magnitude(value) < kLargest ? random : 0u)) >> 16)};
 }
 
 template <>

@@ -32,7 +32,8 @@ __device__ __forceinline__ void WaitForRows(const Word32* counter, Word32 num_ro
 
 // By the whole block, of the first block of a tile.
 template <typename Arguments>
-__device__ __forceinline__ void MakeRowOfTile(const Arguments& args, const ChunkPlace& place) {
+__device__ __forceinline__ void MakeRowOfTile(const Arguments& args,
+                                              const ChunkPlace<Span>& place) {
   if (blockIdx.x % kTileBlocks != 0) return;
   __shared__ SharedStats shared;
   const RowPlace row_place{args.table.buffer(place.leaf, 1), place.flags, place.chunk, 0};
@@ -72,7 +73,7 @@ __device__ __forceinline__ Decision Decide(const Arguments& args) {
 // tiles, where two launches took 10.2 (H200, CUDA graph, 2026-11-29).
 template <typename Kernel, typename Arguments>
 __device__ __forceinline__ void AnalyzeAndUpdateOneChunk(const Arguments& args) {
-  const ChunkPlace place = LocateChunk<Kernel>(args);
+  const ChunkPlace<Span> place = LocateChunk<Kernel>(args);
   MakeRowOfTile(args, place);
   __shared__ __align__(16) HyperTerms<float> terms;
   __shared__ Decision decision;
@@ -92,9 +93,9 @@ __device__ __forceinline__ void AnalyzeAndUpdateOneChunk(const Arguments& args) 
     return CountStepIfLast<Kernel>(args, Arrive(args, count), skip);
   }
   WithDTypes<Kernel>(args.options, place.flags, [&](auto dtypes) {
-    const RawElements<float> raw = LoadElements<Kernel>(args, place, dtypes);
+    const RawElements<float> raw = LoadElements<Kernel>(args, place.leaf, dtypes, place.span);
     const Arrival arrival = Arrive(args, count);
-    UpdateElements<Kernel>(args, place, dtypes, raw, {}, terms, decision.clip);
+    UpdateElements<Kernel>(args, place, 0, dtypes, raw, {}, terms, decision.clip);
     CountStepIfLast<Kernel>(args, arrival, skip);
   });
 }

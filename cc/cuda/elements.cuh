@@ -11,33 +11,64 @@
 
 namespace jfa::cuda {
 
-// Where a block works, the same for all its threads.
+// Where a block works: `span` is of the thread's first vector, the rest is the same for all
+// threads.
+template <typename AnySpan>
 struct ChunkPlace {
   int leaf;
   LeafFlags flags;
   Block chunk;
-  Span span;  // of the thread
+  AnySpan span;
 };
+
+// Of a thread's vector `index`: a block's threads have neighbouring ones.
+template <typename Kernel>
+__device__ __forceinline__ Span SpanOf(const ChunkPlace<Span>& place, int index) {
+  const int offset = index * Kernel::kBlockThreads * kVector;
+  const int left = place.span.left - offset;
+  return {place.span.begin + offset, left, place.flags.aligned && left >= kVector};
+}
+template <typename Kernel>
+__device__ __forceinline__ WholeSpan SpanOf(const ChunkPlace<WholeSpan>& place, int index) {
+  return {place.span.begin + index * Kernel::kBlockThreads * kVector};
+}
 
 // A grid without an analysis has a block for each chunk, one with it kTileBlocks for each tile.
 template <typename Kernel, typename Arguments>
-__device__ __forceinline__ ChunkPlace LocateChunk(const Arguments& args) {
+__device__ __forceinline__ ChunkPlace<Span> LocateChunk(const Arguments& args) {
   const auto& table = args.table;
   constexpr int kBlocks = Kernel::kAnalyzes ? kTileBlocks : 1;
   const Word32 entry = blockIdx.x / kBlocks;
-  ChunkPlace place;
+  ChunkPlace<Span> place;
   place.leaf = FindLeaf(table.first_block(), table.num_leaves, entry);
   const Word64 size = table.sizes()[place.leaf];
-  place.flags = LeafFlags::Unpack(size);
+  place.flags = LeafFlags::Unpack(static_cast<Word32>(size));
   place.chunk =
       LocateBlock(entry - table.first_block()[place.leaf], static_cast<long long>(size >> 8),
-                  table.members, Kernel::kAnalyzes ? kStatsTileElements : kChunk);
+                  table.members, kBlocks * Kernel::kBlockElements);
   const int thread = static_cast<int>(blockIdx.x % kBlocks * Kernel::kBlockThreads + threadIdx.x);
   const int offset = thread * kVector;
   place.span.begin = place.chunk.begin + offset;
   place.span.left = static_cast<int>(place.chunk.elements) - offset;
   place.span.vectorised = place.flags.aligned && place.span.left >= kVector;
   return place;
+}
+
+// Calls `work` with the place and the dtypes of the leaf. A kernel with code for whole chunks knows
+// the dtypes there, and where the block's vectors are not all whole it has one body for all.
+template <typename Kernel, typename Work>
+__device__ __forceinline__ void WithSpans(const LaunchOptions& options,
+                                          const ChunkPlace<Span>& place, const Work& work) {
+  if constexpr (Kernel::kHasWholeChunks) {
+    const ChunkPlace<WholeSpan> whole{place.leaf, place.flags, place.chunk, {place.span.begin}};
+    if (place.flags.aligned && place.chunk.elements == Kernel::kBlockElements) {
+      WithDTypes<Kernel>(options, place.flags, [&](auto dtypes) { work(whole, dtypes); });
+    } else {
+      work(place, PartDTypes<Kernel::kMoment>{place.flags.grad_dtype});
+    }
+  } else {
+    WithDTypes<Kernel>(options, place.flags, [&](auto dtypes) { work(place, dtypes); });
+  }
 }
 
 // Places in a leaf's row of the table that depend on the launch; an output that is its input
@@ -87,24 +118,27 @@ struct RawElements {
   RawVector<Real> ema;
 };
 
-template <typename Kernel, typename DTypes, typename Arguments>
+// What only some launches have comes last: the code behind its branch waits for it, and a load
+// after that would be issued late.
+template <typename Kernel, typename DTypes, typename Arguments, typename AnySpan>
 __device__ __forceinline__ RawElements<typename Kernel::Real> LoadElements(const Arguments& args,
-                                                                           const ChunkPlace& place,
-                                                                           DTypes dtypes) {
+                                                                           int leaf, DTypes dtypes,
+                                                                           const AnySpan& span) {
   using Real = typename Kernel::Real;
   const auto load = [&](DType dtype, int buffer) {
-    return LoadRaw<Real>(dtype, args.table.buffer(place.leaf, buffer), place.span);
+    return LoadRaw<Real>(dtype, args.table.buffer(leaf, buffer), span);
   };
   RawElements<Real> raw{};
   raw.param = load(dtypes.param, 0);
   raw.grad = load(dtypes.grad, 1);
+  if (!MomentsAreZero<Kernel>(args.options)) {
+    raw.mu = load(dtypes.mu, 2);
+    raw.nu = load(dtypes.nu, 3);
+    if (Kernel::kHasMax) raw.nu_max = load(dtypes.nu, 4);
+  }
   if (Kernel::kHasExtras && args.options.has_ema) {
     raw.ema = load(Kernel::kRealDType, SlotsOf<Kernel>(args.options).ema);
   }
-  if (MomentsAreZero<Kernel>(args.options)) return raw;
-  raw.mu = load(dtypes.mu, 2);
-  raw.nu = load(dtypes.nu, 3);
-  if (Kernel::kHasMax) raw.nu_max = load(dtypes.nu, 4);
   return raw;
 }
 
@@ -145,11 +179,14 @@ __device__ __forceinline__ void SkipElements(const Arguments& args, int leaf, DT
 
 // As SkipElements, which needs no dtype of a gradient.
 template <typename Kernel, typename Arguments>
-__device__ void SkipChunk(const Arguments& args, const ChunkPlace& place) {
+__device__ void SkipChunk(const Arguments& args, const ChunkPlace<Span>& place) {
   LeafFlags flags = place.flags;
   flags.grad_dtype = DType::kFloat32;
   WithDTypes<Kernel>(args.options, flags, [&](auto dtypes) {
-    SkipElements<Kernel>(args, place.leaf, dtypes, place.span);
+#pragma unroll 1
+    for (int i = 0; i < Kernel::kVectors; ++i) {
+      SkipElements<Kernel>(args, place.leaf, dtypes, SpanOf<Kernel>(place, i));
+    }
   });
 }
 
@@ -181,16 +218,16 @@ __device__ __forceinline__ Vector<Real> UpdateEma(const Ema<Real>& next_ema, DTy
 }
 
 // To memory, rounded as the launch says.
-template <typename Kernel, typename DTypes, typename Arguments, typename Real>
-__device__ __forceinline__ void StoreElements(const Arguments& args, const ChunkPlace& place,
-                                              DTypes dtypes, const Vector<Real>& param,
+template <typename Kernel, typename DTypes, typename Arguments, typename AnySpan, typename Real>
+__device__ __forceinline__ void StoreElements(const Arguments& args, int leaf, DTypes dtypes,
+                                              const AnySpan& span, const Vector<Real>& param,
                                               const RawVector<Real>& ema, const VectorNoise& noise,
                                               const HyperTerms<Real>& terms,
                                               const VectorUpdate<Real>& next) {
   const LaunchOptions& options = args.options;
   const Slots slots = SlotsOf<Kernel>(options);
   const auto store = [&](DType dtype, int slot, const RawVector<Real>& raw) {
-    StoreRaw(dtype, args.table.buffer(place.leaf, slot), place.span, raw);
+    StoreRaw(dtype, args.table.buffer(leaf, slot), span, raw);
   };
   const auto round = [&](bool stochastic, DType dtype, const Vector<Real>& vector,
                          const PhiloxWords& words, int shift) {

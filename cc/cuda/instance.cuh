@@ -19,7 +19,8 @@ constexpr int UpdateBlocks(Grid grid, LeafClass leaf_class, Amsgrad amsgrad) {
     return 0;
   }
   const int blocks = 9 - (grid == Grid::kLarge ? 0 : 1) - (amsgrad == Amsgrad::kOff ? 0 : 1) -
-                     (leaf_class == LeafClass::kGeneral ? 1 : 0);
+                     (leaf_class == LeafClass::kGeneral ? 1 : 0) -
+                     (VectorsOf(grid, leaf_class) > 1 ? 1 : 0);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
   const bool is_general = leaf_class == LeafClass::kGeneral || leaf_class == LeafClass::kFirstStep;
   return blocks - (is_general ? 1 : 0);  // code for sm_120 holds more
@@ -46,9 +47,19 @@ struct Instance {
   static constexpr bool kSmallGrid = kGrid != Grid::kLarge;
   static constexpr bool kAnalyzes = kGrid == Grid::kAnalyzing;
   static constexpr int kBlockThreads = kAnalyzes ? kTileLanes : kThreads;
+  static constexpr int kVectors = VectorsOf(kGrid, kLeafClass);
+  static constexpr int kAtOnce = kVectors > 1 ? kVectorsAtOnce : 1;
+  static constexpr int kBlockElements = kBlockThreads * kVectors * kVector;
+  // Code for whole chunks of its own, in the kernels that are bound by bandwidth.
+  static constexpr bool kHasWholeChunks =
+      kGrid == Grid::kLarge &&
+      (kLeafClass == LeafClass::kFloat32 || kLeafClass == LeafClass::kBf16Moments ||
+       kLeafClass == LeafClass::kFloat32Extras);
   static constexpr LeafClass kClass = kLeafClass;
   using Real = typename Arithmetic<kLeafClass>::Real;
   static constexpr DType kRealDType = RealTraits<Real>::kDType;
+  static constexpr DType kMoment =
+      kLeafClass == LeafClass::kBf16Moments ? DType::kBfloat16 : DType::kFloat32;
   static constexpr bool kIsFloat64 = kLeafClass == LeafClass::kFloat64;
   static constexpr bool kZeroMoments = kLeafClass == LeafClass::kFirstStep;
   static constexpr bool kIsGeneral = kZeroMoments || kLeafClass == LeafClass::kGeneral;
@@ -65,6 +76,15 @@ template <DType kParam, DType kGrad, DType kMoment>
 struct FixedDTypes {
   static constexpr DType param = kParam;
   static constexpr DType grad = kGrad;
+  static constexpr DType mu = kMoment;
+  static constexpr DType nu = kMoment;
+  static constexpr DType copy = DType::kBfloat16;
+};
+// As FixedDTypes, but for the gradients.
+template <DType kMoment>
+struct PartDTypes {
+  static constexpr DType param = DType::kFloat32;
+  DType grad;
   static constexpr DType mu = kMoment;
   static constexpr DType nu = kMoment;
   static constexpr DType copy = DType::kBfloat16;
@@ -101,7 +121,7 @@ __device__ __forceinline__ void WithDTypes(const LaunchOptions& options, LeafFla
                                            const Update& update) {
   constexpr DType kF32 = DType::kFloat32;
   constexpr DType kBf16 = DType::kBfloat16;
-  constexpr DType kMoment = Kernel::kClass == LeafClass::kBf16Moments ? kBf16 : kF32;
+  constexpr DType kMoment = Kernel::kMoment;
   if constexpr (Kernel::kIsGeneral) {
     update(GeneralDTypes{flags.param_dtype, flags.grad_dtype, options.mu_dtype, options.nu_dtype,
                          flags.copy_dtype});

@@ -30,13 +30,22 @@ struct RawVector {
   Word32 word[kVector * sizeof(Real) / sizeof(Word32)];
 };
 
-// Where a thread's elements lie in an array. `left` is what the chunk holds from there on, zero or
+// Where a thread's vector lies in an array. `left` is what the chunk holds from there on, zero or
 // less behind its end (not clamped: ptxas 13.0 takes max(min(left, 4), 0) == 4 for true at 0);
 // `vectorised` if all kVector elements can be moved by one access, or two of 16 bytes for float64.
 struct Span {
+  static constexpr bool kWhole = false;
   long long begin;
   int left;
   bool vectorised;
+};
+
+// One that is known to be vectorised when the kernel is compiled: no branch lies between its loads.
+struct WholeSpan {
+  static constexpr bool kWhole = true;
+  long long begin;
+  static constexpr int left = kVector;
+  static constexpr bool vectorised = true;
 };
 
 template <typename Real>
@@ -49,8 +58,8 @@ __device__ __forceinline__ RawVector<Real> RawOf(uint2 x) {
   return {{x.x, x.y}};
 }
 
-template <typename Real>
-__device__ __forceinline__ RawVector<Real> LoadWords(const void* array, const Span& span) {
+template <typename Real, typename AnySpan>
+__device__ __forceinline__ RawVector<Real> LoadWords(const void* array, const AnySpan& span) {
   const Word32* p = static_cast<const Word32*>(array) + span.begin;
   if (span.vectorised) return RawOf<Real>(*reinterpret_cast<const uint4*>(p));
   RawVector<Real> raw{};
@@ -61,8 +70,8 @@ __device__ __forceinline__ RawVector<Real> LoadWords(const void* array, const Sp
   return raw;
 }
 
-template <typename Real>
-__device__ __forceinline__ RawVector<Real> LoadHalfWords(const void* array, const Span& span) {
+template <typename Real, typename AnySpan>
+__device__ __forceinline__ RawVector<Real> LoadHalfWords(const void* array, const AnySpan& span) {
   const Word16* p = static_cast<const Word16*>(array) + span.begin;
   if (span.vectorised) return RawOf<Real>(*reinterpret_cast<const uint2*>(p));
   RawVector<Real> raw{};
@@ -82,7 +91,9 @@ __device__ __forceinline__ Word64 DoubleBits(const RawVector<double>& raw, int i
   return raw.word[2 * i] | static_cast<Word64>(raw.word[2 * i + 1]) << 32;
 }
 
-__device__ __forceinline__ RawVector<double> LoadDoubleWords(const void* array, const Span& span) {
+template <typename AnySpan>
+__device__ __forceinline__ RawVector<double> LoadDoubleWords(const void* array,
+                                                             const AnySpan& span) {
   const Word64* p = static_cast<const Word64*>(array) + span.begin;
   if (span.vectorised) {
     const uint4 x = *reinterpret_cast<const uint4*>(p);
@@ -97,7 +108,8 @@ __device__ __forceinline__ RawVector<double> LoadDoubleWords(const void* array, 
   return raw;
 }
 
-__device__ __forceinline__ void StoreWords(void* array, const Span& span,
+template <typename AnySpan>
+__device__ __forceinline__ void StoreWords(void* array, const AnySpan& span,
                                            const RawVector<float>& raw) {
   Word32* p = static_cast<Word32*>(array) + span.begin;
   if (span.vectorised) {
@@ -111,7 +123,8 @@ __device__ __forceinline__ void StoreWords(void* array, const Span& span,
   }
 }
 
-__device__ __forceinline__ void StoreHalfWords(void* array, const Span& span,
+template <typename AnySpan>
+__device__ __forceinline__ void StoreHalfWords(void* array, const AnySpan& span,
                                                const RawVector<float>& raw) {
   Word16* p = static_cast<Word16*>(array) + span.begin;
   if (span.vectorised) {
@@ -124,7 +137,8 @@ __device__ __forceinline__ void StoreHalfWords(void* array, const Span& span,
   }
 }
 
-__device__ __forceinline__ void StoreDoubleWords(void* array, const Span& span,
+template <typename AnySpan>
+__device__ __forceinline__ void StoreDoubleWords(void* array, const AnySpan& span,
                                                  const RawVector<double>& raw) {
   Word64* p = static_cast<Word64*>(array) + span.begin;
   if (span.vectorised) {
@@ -141,16 +155,17 @@ __device__ __forceinline__ void StoreDoubleWords(void* array, const Span& span,
 
 // Branches on a dtype are uniform over a block: a leaf has one dtype. The arithmetic in float32
 // knows no float64.
-template <typename Real>
+template <typename Real, typename AnySpan>
 __device__ __forceinline__ RawVector<Real> LoadRaw(DType dtype, const void* array,
-                                                   const Span& span) {
+                                                   const AnySpan& span) {
   if constexpr (RealTraits<Real>::kDType == DType::kFloat64) {
     if (dtype == DType::kFloat64) return LoadDoubleWords(array, span);
   }
   return dtype == DType::kFloat32 ? LoadWords<Real>(array, span) : LoadHalfWords<Real>(array, span);
 }
 
-__device__ __forceinline__ void StoreRaw(DType dtype, void* array, const Span& span,
+template <typename AnySpan>
+__device__ __forceinline__ void StoreRaw(DType dtype, void* array, const AnySpan& span,
                                          const RawVector<float>& raw) {
   if (dtype == DType::kFloat32) {
     StoreWords(array, span, raw);
@@ -159,7 +174,8 @@ __device__ __forceinline__ void StoreRaw(DType dtype, void* array, const Span& s
   }
 }
 // The arithmetic in float64 stores nothing else.
-__device__ __forceinline__ void StoreRaw(DType, void* array, const Span& span,
+template <typename AnySpan>
+__device__ __forceinline__ void StoreRaw(DType, void* array, const AnySpan& span,
                                          const RawVector<double>& raw) {
   StoreDoubleWords(array, span, raw);
 }

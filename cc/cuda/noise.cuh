@@ -10,14 +10,20 @@ namespace jfa::cuda {
 
 static_assert(kVector == kQuad, "a vector whose indices begin with a quad is one");
 
+// Where the noise of a block's elements comes from: in shared memory, for all its threads.
+struct BlockNoise {
+  Noise noise;
+  Word64 first_index;
+  const IndexStride* strides;
+};
+
 // Words of the elements from local index `local` on: by one call of Philox where they are a quad.
-__device__ __forceinline__ PhiloxWords NoiseOfVector(const Noise& noise, Word64 first_index,
-                                                     const IndexStride* strides, Word64 local) {
+__device__ __forceinline__ PhiloxWords NoiseOfVector(const BlockNoise& block, Word64 local) {
   PhiloxWords words{};
 #pragma unroll 1
   for (int i = 0; i < kVector;) {
-    const GlobalRun run = FindRun(first_index, strides, local + i);
-    const PhiloxWords quad = noise.Quad(run.first / kQuad);
+    const GlobalRun run = FindRun(block.first_index, block.strides, local + i);
+    const PhiloxWords quad = block.noise.Quad(run.first / kQuad);
     const int place = static_cast<int>(run.first % kQuad);
     if (place == 0 && run.length >= kVector && i == 0) return quad;
     const int left = kQuad - place;

@@ -29,7 +29,7 @@ __device__ __forceinline__ RowPlace LocateRow(const Arguments& args) {
   const long long member_elements = static_cast<long long>(size >> 8);
   RowPlace place;
   place.grad = table.buffer(leaf, 0);
-  place.flags = LeafFlags::Unpack(size);
+  place.flags = LeafFlags::Unpack(static_cast<Word32>(size));
   place.chunk =
       LocateBlock(block - first_block, member_elements, table.members, args.chunk_elements);
   place.row = args.first_row + block;

@@ -39,6 +39,16 @@ enum class LeafClass {
 // statistics or with them in the same.
 enum class Grid { kLarge, kSmall, kAnalyzing };
 
+// Vectors of a thread.
+constexpr int VectorsOf(Grid grid, LeafClass leaf_class) {
+  return grid == Grid::kLarge && leaf_class == LeafClass::kBf16Moments ? kBf16MomentsVectors : 1;
+}
+
+// A block's chunk, in a grid without an analysis.
+constexpr int ChunkElements(Grid grid, LeafClass leaf_class) {
+  return kChunk * VectorsOf(grid, leaf_class);
+}
+
 constexpr int kStrideWords = sizeof(IndexStride) / sizeof(Word64);
 
 // Packed into the low byte of a leaf's size, two bits for a dtype.
@@ -54,7 +64,7 @@ struct LeafFlags {
            static_cast<Word64>(decays) << 4 | static_cast<Word64>(aligned) << 5 |
            static_cast<Word64>(copy_dtype) << 6;
   }
-  JFA_HOST_DEVICE static LeafFlags Unpack(Word64 word) {
+  JFA_HOST_DEVICE static LeafFlags Unpack(Word32 word) {
     return {static_cast<DType>(word & 3), static_cast<DType>(word >> 2 & 3), (word >> 4 & 1) != 0,
             (word >> 5 & 1) != 0, static_cast<DType>(word >> 6 & 3)};
   }

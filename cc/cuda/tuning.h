@@ -11,6 +11,11 @@ constexpr int kThreads = 128;
 // Elements a thread: one 16-byte vector of float32. Two or four vectors cost 1-3 % (same runs).
 constexpr int kVector = 4;
 
+// Vectors a thread with bfloat16 moments, where instructions are the bound and those of a block are
+// shared by more elements; so many are loaded at once.
+constexpr int kBf16MomentsVectors = 4;
+constexpr int kVectorsAtOnce = 2;
+
 // One block for each chunk of this size; a persistent grid cost 5-9 % (same runs).
 constexpr int kChunk = kThreads * kVector;
 

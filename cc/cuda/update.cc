@@ -187,8 +187,8 @@ std::string LaunchTable(CuStream stream, const StepOperands& operands, const Lea
   const Kernel kernel = GetKernel(plan.Kernel(kGrid));
   if (!kernel.ok()) return kernel.error;
   auto args = std::make_unique<UpdateArguments<kWords>>();
-  const unsigned blocks =
-      FillArguments(operands, leaves, plan, arrival_counter, kChunk, next, args.get());
+  const unsigned blocks = FillArguments(operands, leaves, plan, arrival_counter,
+                                        ChunkElements(kGrid, plan.leaf_class), next, args.get());
   if (blocks == 0) return EmptyTableError(leaves.size(), *next);
   void* parameters[] = {args.get()};
   return Launch(stream, kernel, blocks, parameters);

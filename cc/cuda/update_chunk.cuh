@@ -78,41 +78,51 @@ __device__ __forceinline__ void CountStepIfLast(const Arguments& args, const Arr
   arrivals[args.options.arrival_counter] = 0;
 }
 
-// Of a launch that rounds stochastically. `read_count` gives the steps before this one.
-template <typename Kernel, typename Arguments, typename ReadCount>
-__device__ __forceinline__ VectorNoise MakeNoise(const Arguments& args, const ChunkPlace& place,
-                                                 const ReadCount& read_count) {
-  VectorNoise words{};
+__device__ __forceinline__ bool HasNoise(const LaunchOptions& options) {
+  return options.stochastic_moments || options.stochastic_params;
+}
+
+// By one thread: all but the step, which belongs to the thread that reads the count.
+template <typename Arguments, typename AnySpan>
+__device__ __forceinline__ void SetBlockNoise(const Arguments& args,
+                                              const ChunkPlace<AnySpan>& place, BlockNoise* block) {
   const LaunchOptions& options = args.options;
-  if (!Kernel::kHasNoise || !(options.stochastic_moments || options.stochastic_params)) {
-    return words;
-  }
   const long long member = place.chunk.member;
   const Word64* const row = args.table.row(place.leaf);
   const Word64 ids = row[options.noise_slot];
-  const Word64 first_index = args.step.ReadFirstIndex(static_cast<int>(ids >> 32), member);
-  const auto* const strides =
-      options.strides_slot < 0 ? nullptr
-                               : reinterpret_cast<const IndexStride*>(row + options.strides_slot);
-  const Noise noise{args.step.ReadSeed(member), static_cast<Word32>(ids),
-                    static_cast<Word32>(NextCount(read_count()))};
-  const auto local =
-      static_cast<Word64>(place.chunk.offset + (place.span.begin - place.chunk.begin));
-  if (options.stochastic_moments) {
-    words.moments = NoiseOfVector(noise, first_index, strides, local);
+  block->noise.key = args.step.ReadSeed(member);
+  block->noise.stream = static_cast<Word32>(ids);
+  block->first_index = args.step.ReadFirstIndex(static_cast<int>(ids >> 32), member);
+  block->strides = options.strides_slot < 0
+                       ? nullptr
+                       : reinterpret_cast<const IndexStride*>(row + options.strides_slot);
+}
+
+// Of the vector at local index `local`.
+template <typename Kernel>
+__device__ __forceinline__ VectorNoise MakeNoise(const LaunchOptions& options,
+                                                 const BlockNoise& block, long long local) {
+  VectorNoise words{};
+  const auto index = static_cast<Word64>(local);
+  if (Kernel::kHasNoise && options.stochastic_moments) {
+    words.moments = NoiseOfVector(block, index);
   }
   if (Kernel::kIsGeneral && options.stochastic_params) {
-    words.param = NoiseOfVector(noise.OfParams(), first_index, strides, local);
+    words.param = NoiseOfVector({block.noise.OfParams(), block.first_index, block.strides}, index);
   }
   return words;
 }
 
-template <typename Kernel, typename DTypes, typename Arguments, typename Real>
-__device__ __forceinline__ void UpdateElements(const Arguments& args, const ChunkPlace& place,
+template <typename Kernel, typename DTypes, typename Arguments, typename AnySpan, typename Real>
+__device__ __forceinline__ void UpdateElements(const Arguments& args,
+                                               const ChunkPlace<AnySpan>& place, int index,
                                                DTypes dtypes, const RawElements<Real>& raw,
-                                               const VectorNoise& noise,
+                                               const BlockNoise& block_noise,
                                                const HyperTerms<Real>& terms,
                                                const GradientClip<Real>& clip) {
+  const AnySpan span = SpanOf<Kernel>(place, index);
+  const VectorNoise noise = MakeNoise<Kernel>(
+      args.options, block_noise, place.chunk.offset + (span.begin - place.chunk.begin));
   Vector<Real> grad = ToReal(dtypes.grad, raw.grad);
   UnscaleVector(MakeUnscale(terms), &grad);
   ClipVector(args.options.clip, clip, &grad);
@@ -122,7 +132,7 @@ __device__ __forceinline__ void UpdateElements(const Arguments& args, const Chun
   const VectorUpdate<Real> next = UpdateVector<Kernel::kAmsgrad, Kernel::kNesterov>(
       scalars, weight_decay, args.options.write_params, param, grad, ToReal(dtypes.mu, raw.mu),
       ToReal(dtypes.nu, raw.nu), ToReal(dtypes.nu, raw.nu_max));
-  StoreElements<Kernel>(args, place, dtypes, param, raw.ema, noise, terms, next);
+  StoreElements<Kernel>(args, place.leaf, dtypes, span, param, raw.ema, noise, terms, next);
 }
 
 }  // namespace jfa::cuda

@@ -48,42 +48,75 @@ __device__ __forceinline__ FirstReads ReadScalarsFirst(const Arguments& args, lo
   return {skip != 0, hyper};
 }
 
-template <typename Kernel, typename DTypes, typename Arguments>
-__device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPlace& place,
-                                            HyperInput hyper, DTypes dtypes) {
-  using Real = typename Kernel::Real;
-  const RawElements<Real> raw = LoadElements<Kernel>(args, place, dtypes);
-  __shared__ __align__(16) HyperTerms<Real> terms;
-  __shared__ GradientClip<Real> clip;
-  __shared__ int first_count;
+// What a block's threads share.
+template <typename Real>
+struct SharedScalars {
+  HyperTerms<Real> terms;
+  GradientClip<Real> clip;
+  BlockNoise noise;
+};
+
+// Each by a warp of its own, beside the others' work.
+constexpr int kClipThread = 32;
+constexpr int kNoiseThread = 64;
+
+template <typename Kernel, typename Arguments, typename AnySpan, typename Real>
+__device__ __forceinline__ void SetScalars(const Arguments& args, const ChunkPlace<AnySpan>& place,
+                                           const HyperInput& hyper, SharedScalars<Real>* shared) {
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < kNumHyper) {
+    args.step.template SetTerms<Kernel::kNesterov>(thread, hyper.raw, hyper.count,
+                                                   args.options.maximize, &shared->terms);
+  }
+  if (args.options.clip != Clip::kOff && thread == kClipThread) {
+    shared->clip = args.step.template ReadClip<Real>(args.options.clip, place.chunk.member);
+  }
+  if (!Kernel::kHasNoise || !HasNoise(args.options)) return;
+  if (thread == 0) shared->noise.noise.step = static_cast<Word32>(NextCount(hyper.count));
+  if (thread == kNoiseThread) SetBlockNoise(args, place, &shared->noise);
+}
+
+template <typename Kernel, typename DTypes, typename Arguments, typename AnySpan, typename Real>
+__device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPlace<AnySpan>& place,
+                                            HyperInput hyper, DTypes dtypes,
+                                            SharedScalars<Real>* shared) {
+  constexpr int kAtOnce = AnySpan::kWhole ? Kernel::kAtOnce : 1;
+  const auto load = [&](int i) {
+    return LoadElements<Kernel>(args, place.leaf, dtypes, SpanOf<Kernel>(place, i));
+  };
+  const auto update = [&](int i, const RawElements<Real>& raw) {
+    UpdateElements<Kernel>(args, place, i, dtypes, raw, shared->noise, shared->terms, shared->clip);
+  };
+  RawElements<Real> raw[kAtOnce];
+  const auto load_from = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) raw[i] = load(first + i);
+  };
+  load_from(0);
   Arrival arrival{};
-  VectorNoise noise{};
   if (Kernel::kSmallGrid) {
     arrival = Arrive(args, hyper.count);
-    if (Kernel::kHasNoise && threadIdx.x == 0) first_count = hyper.count;
     hyper.count = __shfl_sync(0xffffffffu, hyper.count, 0);
   } else {
     hyper = ReadHyperInput(args, place.chunk.member);
-    noise =
-        MakeNoise<Kernel>(args, place, [&] { return args.step.count.Read(place.chunk.member); });
   }
-  if (threadIdx.x < kNumHyper) {
-    args.step.template SetTerms<Kernel::kNesterov>(static_cast<int>(threadIdx.x), hyper.raw,
-                                                   hyper.count, args.options.maximize, &terms);
-  }
-  // A warp of its own, beside the first one's work.
-  if (args.options.clip != Clip::kOff && threadIdx.x == 32) {
-    clip = args.step.template ReadClip<Real>(args.options.clip, place.chunk.member);
-  }
+  SetScalars<Kernel>(args, place, hyper, shared);
   __syncthreads();
-  if (Kernel::kSmallGrid) noise = MakeNoise<Kernel>(args, place, [&] { return first_count; });
-  UpdateElements<Kernel>(args, place, dtypes, raw, noise, terms, clip);
+#pragma unroll 1
+  for (int first = 0;;) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) update(first + i, raw[i]);
+    first += kAtOnce;
+    if (first >= Kernel::kVectors) break;
+    load_from(first);
+  }
   if (Kernel::kSmallGrid) CountStepIfLast<Kernel>(args, arrival, false);
 }
 
 template <typename Kernel, typename Arguments>
 __device__ __forceinline__ void UpdateOneChunk(const Arguments& args) {
-  const ChunkPlace place = LocateChunk<Kernel>(args);
+  __shared__ __align__(16) SharedScalars<typename Kernel::Real> shared;
+  const ChunkPlace<Span> place = LocateChunk<Kernel>(args);
   FirstReads first{};
   if (Kernel::kSmallGrid) first = ReadScalarsFirst(args, place.chunk.member);
   const bool skip = Kernel::kSmallGrid ? first.skip : args.step.Skips(place.chunk.member);
@@ -93,8 +126,9 @@ __device__ __forceinline__ void UpdateOneChunk(const Arguments& args) {
     if (Kernel::kSmallGrid) CountStepIfLast<Kernel>(args, Arrive(args, hyper.count), true);
     return;
   }
-  WithDTypes<Kernel>(args.options, place.flags,
-                     [&](auto dtypes) { UpdateChunk<Kernel>(args, place, hyper, dtypes); });
+  WithSpans<Kernel>(args.options, place, [&](const auto& spans, auto dtypes) {
+    UpdateChunk<Kernel>(args, spans, hyper, dtypes, &shared);
+  });
 }
 
 }  // namespace
