@@ -50,7 +50,9 @@ struct Instance {
   static constexpr int kVectors = VectorsOf(kGrid, kLeafClass);
   static constexpr int kAtOnce = kVectors > 1 ? kVectorsAtOnce : 1;
   static constexpr int kBlockElements = kBlockThreads * kVectors * kVector;
-  // Code for whole chunks of its own, in the kernels that are bound by bandwidth.
+  // Code of its own for chunks whose vectors are all whole, in the kernels that most bytes go
+  // through: without branches between the loads the average took 1,055 us for GPT-2 instead of
+  // 1,286, a clipped step's update 825 instead of 840 (H200, 2026-11-30).
   static constexpr bool kHasWholeChunks =
       kGrid == Grid::kLarge &&
       (kLeafClass == LeafClass::kFloat32 || kLeafClass == LeafClass::kBf16Moments ||

@@ -11,9 +11,12 @@ constexpr int kThreads = 128;
 // Elements a thread: one 16-byte vector of float32. Two or four vectors cost 1-3 % (same runs).
 constexpr int kVector = 4;
 
-// Vectors a thread with bfloat16 moments, where instructions are the bound and those of a block are
-// shared by more elements; so many are loaded at once.
-constexpr int kBf16MomentsVectors = 4;
+// Vectors a thread with bfloat16 moments, and how many of them it loads at once. There instructions
+// are the bound, and those of a block (its place, the scalars) are shared by more elements: GPT-2
+// took 609 us with 8 vectors, 2 at once, 618 with 4, 667 with 2; with 8 and 4, one at once, 641 and
+// 664; with 4 at once, which leaves 4 blocks on a multiprocessor, 820 (H200, 2026-11-30; the limit
+// is 580).
+constexpr int kBf16MomentsVectors = 8;
 constexpr int kVectorsAtOnce = 2;
 
 // One block for each chunk of this size; a persistent grid cost 5-9 % (same runs).

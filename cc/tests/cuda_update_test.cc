@@ -1,6 +1,7 @@
 // Drives the CUDA update without JAX and compares its bits with the CPU's. In the tests of one leaf
 // each array is one exact device allocation, so that compute-sanitizer finds the first byte beyond
 // it; a pooled allocator would hide it. Exits with 1 on a failure.
+#include <cstdlib>
 #include <iterator>
 #include <numeric>
 #include <string>
@@ -400,24 +401,31 @@ void TestLadder(Rung rung) {
 }  // namespace
 }  // namespace jfa::cuda
 
-int main() {
-  jfa::cuda::TestShapesAndOffsets();
-  jfa::cuda::TestZeroMoments();
-  jfa::cuda::TestOptions();
-  jfa::cuda::TestCounters();
-  jfa::cuda::TestClip();
-  jfa::cuda::TestLowPrecision();
-  jfa::cuda::TestBf16Moments();
-  jfa::cuda::TestFloat64();
-  jfa::cuda::TestFloat64Offsets();
-  jfa::cuda::TestManyLeaves();
-  jfa::cuda::TestManyLeavesOfLowPrecision();
-  jfa::cuda::TestManyLeavesOfFloat64();
-  jfa::cuda::TestEmptyTrees();
-  jfa::cuda::TestGridLimit();
-  jfa::cuda::TestManySteps();
-  jfa::cuda::TestLadder(jfa::cuda::Rung::kNaive);
-  jfa::cuda::TestLadder(jfa::cuda::Rung::kVectors);
+// With arguments "k n" every n-th test from number k on, for tools that take long.
+int main(int argc, char** argv) {
+  using namespace jfa::cuda;  // NOLINT: the tests
+  void (*const tests[])() = {
+      TestShapesAndOffsets,
+      TestZeroMoments,
+      TestOptions,
+      TestCounters,
+      TestClip,
+      TestLowPrecision,
+      TestBf16Moments,
+      TestFloat64,
+      TestFloat64Offsets,
+      TestManyLeaves,
+      TestManyLeavesOfLowPrecision,
+      TestManyLeavesOfFloat64,
+      TestEmptyTrees,
+      TestGridLimit,
+      TestManySteps,
+      [] { TestLadder(Rung::kNaive); },
+      [] { TestLadder(Rung::kVectors); },
+  };
+  const std::size_t first = argc == 3 ? std::strtoul(argv[1], nullptr, 10) : 0;
+  const std::size_t step = argc == 3 ? std::strtoul(argv[2], nullptr, 10) : 1;
+  for (std::size_t i = first; i < std::size(tests); i += step) tests[i]();
   std::printf("%d failures\n", jfa::tests::failures);
   return jfa::tests::failures == 0 ? 0 : 1;
 }
