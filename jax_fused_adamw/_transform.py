@@ -22,6 +22,7 @@ from jax_fused_adamw._hyperparams import (
     scale_operand,
     skip_update_operand,
 )
+from jax_fused_adamw._leaf_options import resolve_lr_scale, resolve_mask
 from jax_fused_adamw._noise import noise_operand
 from jax_fused_adamw._operands import (
     Buffers,
@@ -153,9 +154,11 @@ def _config_and_scalars(
     state, control, buffers = step.state, step.control, step.buffers
     hyperparams = _hyperparams(options, state.count, control.gradient_scale)
     hyper_bits, traced, traced_values = encode(hyperparams)
+    lr_scales = resolve_lr_scale(options.lr_scale, step.params)
     has_bfloat16 = any(x.dtype == jnp.bfloat16 for x in buffers.params)
     config = UpdateConfig(
-        decays=tuple(_checks.resolve_mask(options.mask, step.params)),
+        decays=resolve_mask(options.mask, step.params),
+        lr_scales=lr_scales if any(x != 1.0 for x in lr_scales) else (),
         traced=traced,
         amsgrad=options.amsgrad,
         clip=options.clip,

@@ -69,7 +69,8 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
   }
   if (threadIdx.x < kNumHyper) {
     args.step.template SetTerms<Kernel::kNesterov>(static_cast<int>(threadIdx.x), hyper.raw,
-                                                   hyper.count, args.options.maximize, &terms);
+                                                   hyper.count, args.options.maximize,
+                                                   args.LrScale(place.leaf), &terms);
   }
   // A warp of its own, beside the first one's work.
   if (args.options.clip != Clip::kOff && threadIdx.x == 32) {

@@ -136,6 +136,10 @@ void TestClip() {
   for (const Case& c : ClipCases()) CheckCase(c);
 }
 
+void TestLrScales() {
+  for (const Case& c : LrScaleCases()) CheckCase(c);
+}
+
 void TestLowPrecision() {
   for (const std::size_t n : {6, 514, 1028}) {
     for (const Case& c : LowPrecisionCases(n)) CheckCase(c);
@@ -202,7 +206,7 @@ void CheckLeaves(const LeafSet& set, const std::vector<std::size_t>& indices, co
 // Calls of as many leaves as fill a table and of more: without an empty leaf, and with an empty one
 // before, among and after them.
 void CheckLeafCounts(const Case& c, bool any_dtype) {
-  int row_words = 0;
+  int row_words = c.lr_scale != 1.0 ? 1 : 0;
   for (int array = 0; array < kNumArrays; ++array) row_words += HasArray(c, array) ? 1 : 0;
   if (c.has_noise()) {
     row_words += 1 + (c.place.strides.empty() ? 0 : kIndexStrides * kStrideWords);
@@ -247,6 +251,20 @@ void TestManyLeavesOfFloat64() {
   }
 }
 
+// The same where each leaf scales the learning rate, with noise and without.
+void TestManyLeavesOfLrScales() {
+  for (const bool stochastic : {false, true}) {
+    Case c = CommonCase(0);
+    c.lr_scale = 0.7;
+    if (stochastic) {
+      c.mu_dtype = c.nu_dtype = DType::kBfloat16;
+      c.stochastic_moments = true;
+      c.place = Places()[4];
+    }
+    CheckLeafCounts(c, /*any_dtype=*/false);
+  }
+}
+
 // The same of what a row of the table has more, with strides and without.
 void TestManyLeavesOfLowPrecision() {
   for (const int kind : {0, 1, 2, 3}) {
@@ -282,7 +300,7 @@ LeafSet MakeGridLimit(const Case& c) {
 }
 
 void TestGridLimit() {
-  std::vector<Case> cases(9, CommonCase(0));
+  std::vector<Case> cases(10, CommonCase(0));
   cases[1].skip = true;
   cases[2].nonfinite = 1;
   cases[3].nonfinite = 0;
@@ -295,6 +313,7 @@ void TestGridLimit() {
   cases[7] = Float64Case(0);
   cases[8] = Float64Case(0);
   cases[8].skip = true;
+  cases[9].lr_scale = 0.3;
   for (const Case& c : cases) {
     const LeafSet set = MakeGridLimit(c);
     CheckLeaves(set, {0, 1}, c);
@@ -406,12 +425,14 @@ int main() {
   jfa::cuda::TestOptions();
   jfa::cuda::TestCounters();
   jfa::cuda::TestClip();
+  jfa::cuda::TestLrScales();
   jfa::cuda::TestLowPrecision();
   jfa::cuda::TestBf16Moments();
   jfa::cuda::TestFloat64();
   jfa::cuda::TestFloat64Offsets();
   jfa::cuda::TestManyLeaves();
   jfa::cuda::TestManyLeavesOfLowPrecision();
+  jfa::cuda::TestManyLeavesOfLrScales();
   jfa::cuda::TestManyLeavesOfFloat64();
   jfa::cuda::TestEmptyTrees();
   jfa::cuda::TestGridLimit();
