@@ -15,6 +15,7 @@ import optax
 from jax_fused_adamw import _checks, _in_place
 from jax_fused_adamw._analyzed_update import analyzed_update, suits_one_call
 from jax_fused_adamw._buckets import make_buckets
+from jax_fused_adamw._decay_report import tell_decay_report
 from jax_fused_adamw._hyperparams import (
     check_gradient_scale,
     current_learning_rate,
@@ -69,8 +70,14 @@ class FusedAdamW(optax.GradientTransformationExtraArgs):
 
 def make_transformation(options: Options) -> FusedAdamW:
     return FusedAdamW(
-        functools.partial(init_state, options), functools.partial(_update, options)
+        functools.partial(_init, options), functools.partial(_update, options)
     )
+
+
+def _init(options: Options, params: Any) -> FusedAdamWState:
+    state = init_state(options, params)
+    tell_decay_report(options, params)
+    return state
 
 
 def options_of(tx: FusedAdamW) -> Options:
