@@ -68,10 +68,11 @@ def fused_adamw(
              + \lambda p_{t-1}\right) \\
       p_t &= p_{t-1} + u_t
 
-    :math:`\alpha` is ``learning_rate``, :math:`\beta_1, \beta_2` are ``b1, b2``,
-    :math:`\epsilon` is ``eps``, :math:`\bar\epsilon` is ``eps_root``, :math:`\lambda`
-    is ``weight_decay``, :math:`s` is -1 with ``maximize`` and 1 otherwise,
-    :math:`t` is ``state.count + 1``.
+    :math:`\alpha` is ``learning_rate``, times the leaf's ``lr_scale`` if there is one,
+    :math:`\beta_1, \beta_2` are ``b1, b2``, :math:`\epsilon` is ``eps``,
+    :math:`\bar\epsilon` is ``eps_root``, :math:`\lambda` is ``weight_decay``,
+    :math:`s` is -1 with ``maximize`` and 1 otherwise, :math:`t` is
+    ``state.count + 1``.
 
     Three ways to use it, with the same bits for float32 and float64 parameters:
 
@@ -197,11 +198,11 @@ def fused_adamw(
       lr_scale: what multiplies the learning rate, and with it the decay, of each
         parameter, as that of a parameter group does: a tree of numbers, finite and not
         negative, a prefix of the parameter tree (a number is one), or a callable that
-        makes one from the parameters. None is 1 for all. The product is float64,
-        :math:`\alpha` in the formulas. Of 0, the parameter stays as it is (where its
-        gradients are finite) and its moments advance. Still one kernel call for all.
-        Static: another scale is another program. A group's other hyperparameters want
-        an optimizer of its own in ``optax.multi_transform``.
+        makes one from the parameters. None is 1 for all. The product is float64 and
+        rounded once. A scale of 0 leaves the parameter as it is, as long as its moments
+        are finite, and the moments advance. One kernel call takes all scales. Static:
+        another scale is another program. Groups that differ in other hyperparameters
+        are optimizers of their own in ``optax.multi_transform``.
       ema_decay: in [0, 1): keep the average of the parameters in ``state.ema``, float32
         (float64 of float64 ones) and of the masters where there are any; without
         debiasing. None keeps none. What changes updates after this transformation, or

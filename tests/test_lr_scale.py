@@ -399,7 +399,6 @@ def assert_close(x, y):
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("options", [{}, dict(max_grad_norm=0.5)], ids=str)
 def test_sharded(options, kind):
-    # Powers of two for the norm's part: the sums are of one device elsewhere.
     specs = {"a": P(None, "x"), "b": P("x"), "c": P("x"), "d": P("x")}
     tx = jfa.fused_adamw(**HYPERPARAMS, lr_scale=SCALES, **options)
     report = jfa.grad_stats(GRADS) if options else None
@@ -427,6 +426,15 @@ def test_shard_map():
     )
     after = jax.jit(step)(place(mesh, PARAMS, specs), place(mesh, GRADS, specs))
     assert_same_bits(jax.device_get(after), jax.device_get(expected))
+
+
+def test_exported_program_keeps_the_scales():
+    tx = jfa.fused_adamw(**HYPERPARAMS, lr_scale=SCALES)
+    step = jax.jit(lambda params: two_steps("step", tx, params))
+    check = jax.export.DisabledSafetyCheck.custom_call("jax_fused_adamw_update_v2")
+    exported = jax.export.export(step, disabled_checks=[check])(PARAMS)
+    restored = jax.export.deserialize(exported.serialize())
+    assert_same_bits(restored.call(PARAMS), step(PARAMS))
 
 
 # --- The native handler ---------------------------------------------------------------
