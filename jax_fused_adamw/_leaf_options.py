@@ -14,6 +14,7 @@ from jax.tree_util import tree_leaves_with_path
 
 from jax_fused_adamw import _checks
 from jax_fused_adamw._checks import leaf_name
+from jax_fused_adamw._shardings import is_empty
 
 
 def check_mask_values(tree: Any) -> None:
@@ -75,12 +76,25 @@ def _of_leaves(
     """One checked value a leaf of params."""
     tree = option(params) if callable(option) else option
     check(tree)
-    try:
-        spread = jax.tree.broadcast(tree, params)
-    except ValueError as error:
-        raise ValueError(
-            f"fused_adamw: the tree of {name}, {jax.tree.structure(tree)}, is not a "
-            f"prefix of the parameters' tree, {jax.tree.structure(params)}; a callable "
-            "makes one from the parameters that this optimizer is given"
-        ) from error
-    return jax.tree.leaves(spread)
+    for prepare in (lambda tree, _: tree, _without_others):
+        try:
+            return jax.tree.leaves(jax.tree.broadcast(prepare(tree, params), params))
+        except ValueError as error:
+            reason = error
+    raise ValueError(
+        f"fused_adamw: the tree of {name}, {jax.tree.structure(tree)}, is not a prefix "
+        f"of the parameters' tree, {jax.tree.structure(params)}"
+    ) from reason
+
+
+def _without_others(tree: Any, params: Any) -> Any:
+    """A tree for all parameters of a model, as one for those of a group.
+
+    A group of ``optax.multi_transform`` is given one ``MaskedNode`` in the place of all
+    that is another's.
+    """
+
+    def pick(param: Any, values: Any) -> Any:
+        return param if is_empty(param) else values
+
+    return jax.tree.map(pick, params, tree, is_leaf=is_empty)

@@ -288,6 +288,27 @@ def test_lr_scale_is_groups_in_one_call(way):
     assert_same_bits(params, expected)
 
 
+@pytest.mark.parametrize("labels", ["prefix", "tree"])
+def test_groups_take_the_mask_and_scales_of_the_whole_model(labels):
+    """Where another group's leaves are, one node stands for all of them."""
+    all_labels = GROUPS
+    if labels == "tree":
+        all_labels = {
+            name: jax.tree.map(lambda _, group=GROUPS[name]: group, PARAMS[name])
+            for name in PARAMS
+        }
+    scales = jax.tree.map(lambda p: p.size / 4, PARAMS)
+    options = HYPERPARAMS | dict(mask=only_matrices(PARAMS), lr_scale=scales)
+    tx = jfa.fused_adamw(**options)
+    groups = optax.multi_transform({"slow": tx, "fast": tx}, all_labels)
+    expected, _ = jfa.step(tx, GRADS, tx.init(PARAMS), PARAMS)
+    params, _ = jfa.step(groups, GRADS, groups.init(PARAMS), PARAMS)
+    assert_same_bits(params, expected)
+    report = jfa.decay_report(groups, PARAMS)
+    assert report == jfa.decay_report(tx, PARAMS)
+    assert list(report.lr_scales.values()) == jax.tree.leaves(scales)
+
+
 # --- Frozen and integer leaves --------------------------------------------------------
 
 LORA = {
