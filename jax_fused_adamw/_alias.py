@@ -10,6 +10,7 @@ import numpy as np
 from jax_fused_adamw import _checks
 from jax_fused_adamw._buckets import DEFAULT_BUCKET_BYTES
 from jax_fused_adamw._hyperparams import ScalarOrSchedule, check_hyperparameter
+from jax_fused_adamw._leaf_options import check_lr_scale_values, check_mask_values
 from jax_fused_adamw._options import Options
 from jax_fused_adamw._transform import FusedAdamW, make_transformation
 
@@ -67,10 +68,11 @@ def fused_adamw(
              + \lambda p_{t-1}\right) \\
       p_t &= p_{t-1} + u_t
 
-    :math:`\alpha` is ``learning_rate``, :math:`\beta_1, \beta_2` are ``b1, b2``,
-    :math:`\epsilon` is ``eps``, :math:`\bar\epsilon` is ``eps_root``, :math:`\lambda`
-    is ``weight_decay``, :math:`s` is -1 with ``maximize`` and 1 otherwise,
-    :math:`t` is ``state.count + 1``.
+    :math:`\alpha` is ``learning_rate``, times the leaf's ``lr_scale`` if there is one,
+    :math:`\beta_1, \beta_2` are ``b1, b2``, :math:`\epsilon` is ``eps``,
+    :math:`\bar\epsilon` is ``eps_root``, :math:`\lambda` is ``weight_decay``,
+    :math:`s` is -1 with ``maximize`` and 1 otherwise, :math:`t` is
+    ``state.count + 1``.
 
     Three ways to use it, with the same bits for float32 and float64 parameters:
 
@@ -193,7 +195,14 @@ def fused_adamw(
       skip_nonfinite: skip a step with a NaN or infinite element of :math:`g` anywhere,
         as ``skip_update`` does. ``None`` is True with ``max_grad_norm``, else False.
         Clipped by the norm but not skipped, such a step makes every gradient NaN.
-      lr_scale: not built yet.
+      lr_scale: what multiplies the learning rate, and with it the decay, of each
+        parameter, as that of a parameter group does: a tree of numbers, finite and not
+        negative, a prefix of the parameter tree (a number is one), or a callable that
+        makes one from the parameters. None is 1 for all. The product is float64 and
+        rounded once. A scale of 0 leaves the parameter as it is, as long as its moments
+        are finite, and the moments advance. One kernel call takes all scales. Static:
+        another scale is another program. Groups that differ in other hyperparameters
+        are optimizers of their own in ``optax.multi_transform``.
       ema_decay: in [0, 1): keep the average of the parameters in ``state.ema``, float32
         (float64 of float64 ones) and of the masters where there are any; without
         debiasing. None keeps none. What changes updates after this transformation, or
@@ -292,16 +301,23 @@ def fused_adamw(
         check_hyperparameter(name, value)
     clip, max_grad = _choose_clip(max_grad_norm, max_grad_value)
     if not callable(mask):
-        _checks.check_mask_values(mask)
+        check_mask_values(mask)
+    if not callable(lr_scale):
+        check_lr_scale_values(lr_scale)
     _checks.check_static("mu_dtype", mu_dtype)
     _checks.check_static("nu_dtype", nu_dtype)
     _checks.check_static("compute_dtype", compute_dtype)
     _checks.check_static("bucket_bytes", bucket_bytes)
-    if isinstance(mask, bool) and isinstance(seed, jax.Array):
-        # Only inject_hyperparams makes seed an array, and it calls a mask function as
-        # if it were a schedule: what arrives is that function's answer for a count.
-        raise TypeError(_checks.not_static_message("mask"))
-    _check_not_built(lr_scale=lr_scale, packed_state=packed_state)
+    if isinstance(seed, jax.Array):
+        # Only inject_hyperparams makes seed an array, and it calls a function as if it
+        # were a schedule: what arrives is that function's answer for a count.
+        if isinstance(mask, bool):
+            raise TypeError(_checks.not_static_message("mask"))
+        if isinstance(lr_scale, int):
+            raise TypeError(
+                f"{_checks.not_static_message('lr_scale')}, and write {lr_scale}.0"
+            )
+    _check_not_built(packed_state=packed_state)
     _check_flags(
         nesterov=nesterov,
         maximize=maximize,
@@ -329,6 +345,7 @@ def fused_adamw(
             eps_root=eps_root,
             weight_decay=weight_decay,
             mask=mask,
+            lr_scale=lr_scale,
             nesterov=bool(nesterov),
             amsgrad=_checks.choose("amsgrad", amsgrad, _AMSGRAD),
             clip=clip,

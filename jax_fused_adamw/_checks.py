@@ -305,33 +305,6 @@ def dtype_name(name: str, dtype: Any, allowed: tuple[str, ...]) -> str | None:
     return got
 
 
-def check_mask_values(tree: Any) -> None:
-    """Raises TypeError unless every leaf of a mask is a Python bool."""
-    for path, value in tree_leaves_with_path(tree):
-        check_static(leaf_name("mask", path), value)
-        if not isinstance(value, (bool, np.bool_)):
-            raise TypeError(
-                f"fused_adamw: {leaf_name('mask', path)} must be a Python bool, got "
-                f"{value!r}"
-            )
-
-
-def resolve_mask(mask: Any, params: Any) -> list[bool]:
-    """One bool a leaf of params, from a tree, a prefix of it, or a callable."""
-    if mask is None:
-        return [True] * len(jax.tree.leaves(params))
-    tree = mask(params) if callable(mask) else mask
-    check_mask_values(tree)
-    try:
-        spread = jax.tree.broadcast(tree, params)
-    except ValueError as error:
-        raise ValueError(
-            f"fused_adamw: the mask's tree, {jax.tree.structure(tree)}, is not a "
-            f"prefix of the parameters' tree, {jax.tree.structure(params)}"
-        ) from error
-    return [bool(value) for value in jax.tree.leaves(spread)]
-
-
 def not_static_message(name: str) -> str:
     return (
         f"fused_adamw: {name} must be static, and arrived as a value that "

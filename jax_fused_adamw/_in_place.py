@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.extend.core import get_opaque_trace_state
@@ -204,6 +205,10 @@ def step(
     leaf. It works bare and through ``optax.chain``, ``masked``, ``multi_transform``
     and ``inject_hyperparams``.
 
+    Leaves that another transformation leaves alone (``optax.set_to_zero`` in a group of
+    ``multi_transform``) are in no kernel call and under ``jit`` cost nothing; integer
+    ones among them may have the gradients of ``jax.grad(..., allow_int=True)``.
+
     Where a wrapper hides the new parameters, the result is still right, at the cost
     of the ordinary protocol: a transformation after ours that changes the updates, or
     ``optax.apply_if_finite`` around it. One that cannot take in-place updates at all
@@ -254,7 +259,7 @@ def step(
     with _stepping(get_opaque_trace_state()) as running:
         try:
             updates, new_state = tx.update(grads, state, params, **extra_args)
-            new_params = optax.apply_updates(params, updates)
+            new_params = _apply_updates(params, updates)
             if not _have_arrived(running, updates, params):
                 warnings.warn(
                     "jax_fused_adamw.step: a transformation around fused_adamw has "
@@ -276,4 +281,15 @@ def step(
         + (f"\nIf it changes updates: {_LEFT_BEHIND}" if running.is_followed else ""),
         stacklevel=2,
     )
-    return optax.apply_updates(params, updates), new_state
+    return _apply_updates(params, updates), new_state
+
+
+def _apply_updates(params: Any, updates: Any) -> Any:
+    """optax's, where the gradient of an integer leaf (``float0``) adds nothing."""
+
+    def addable(param: Any, update: Any) -> Any:
+        is_float0 = getattr(update, "dtype", None) == jax.dtypes.float0
+        return np.zeros((), param.dtype) if is_float0 else update
+
+    updates = jax.tree.map(addable, params, updates, is_leaf=lambda x: x is None)
+    return optax.apply_updates(params, updates)

@@ -39,6 +39,8 @@ class UpdateConfig:
 
     Attributes:
       decays: for each leaf of the call, whether weight decay applies to it.
+      lr_scales: for each leaf what multiplies its learning rate; empty where that is 1
+        for all.
       traced: the hyperparameters that are operands of their own, in the order of
         :data:`HYPERPARAMETERS`.
       amsgrad: one of :data:`AMSGRAD_KINDS`.
@@ -75,6 +77,7 @@ class UpdateConfig:
     """
 
     decays: tuple[bool, ...]
+    lr_scales: tuple[float, ...] = ()
     traced: tuple[str, ...] = ()
     amsgrad: str = "off"
     clip: str = "off"
@@ -170,7 +173,7 @@ class UpdateConfig:
         """For a call of some of the leaves."""
         of_leaf = {
             name: tuple(getattr(self, name)[i] for i in leaves)
-            for name in ("decays", "leaf_ids", "shard_strides")
+            for name in ("decays", "lr_scales", "leaf_ids", "shard_strides")
             if getattr(self, name)
         }
         return dataclasses.replace(self, **of_leaf, **changes)

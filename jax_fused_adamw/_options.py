@@ -18,6 +18,7 @@ class Options:
     eps_root: Any
     weight_decay: Any
     mask: Any
+    lr_scale: Any
     nesterov: bool
     amsgrad: str  # one of _operands.AMSGRAD_KINDS
     clip: str  # one of _operands.CLIP_KINDS

@@ -161,7 +161,10 @@ def aliases(config: UpdateConfig) -> dict[int, int]:
 def attributes(config: UpdateConfig) -> dict[str, Any]:
     """What the native handler is told of the call, as ``cc/ffi/operands.h`` has it."""
     strides = config.shard_strides or [UNCUT] * config.num_leaves
-    return {
+    optional = {}
+    if config.lr_scales:
+        optional["lr_scales"] = np.array(config.lr_scales, np.float64)
+    return optional | {
         "analyze": np.bool_(config.analyze),
         "amsgrad": np.int64(AMSGRAD_KINDS.index(config.amsgrad)),
         "clip": np.int64(CLIP_KINDS.index(config.clip)),

@@ -58,7 +58,8 @@ class _Step(NamedTuple):
     eps: jax.Array
     eps_root: jax.Array
     weight_decay: jax.Array
-    neg_learning_rate: jax.Array
+    learning_rate: jax.Array
+    learning_rate_residual: jax.Array  # what its rounding left
     gradient_divisor: jax.Array
     max_grad: jax.Array
     norm: jax.Array  # float32
@@ -125,7 +126,8 @@ def _make_step(config: UpdateConfig, scalars: Scalars) -> _Step:
         eps=hyper["eps"].value,
         eps_root=hyper["eps_root"].value,
         weight_decay=hyper["weight_decay"].value,
-        neg_learning_rate=-hyper["learning_rate"].value,
+        learning_rate=hyper["learning_rate"].value,
+        learning_rate_residual=hyper["learning_rate"].residual,
         gradient_divisor=-divisor if config.maximize else divisor,
         max_grad=hyper["max_grad"].value,
         norm=norm,
@@ -237,6 +239,8 @@ def _update_leaf(config: UpdateConfig, step: _Step, i: int, leaf: Buffers) -> Re
         zeros = [jnp.zeros_like(param, dtype) for dtype in _moment_dtypes(config)]
         leaf = leaf._replace(**dict(zip(config.moment_kinds, zeros)))
     noise = _leaf_noise(config, step, i, param.shape) if config.has_noise else None
+    if config.lr_scales:
+        s = _with_scaled_learning_rate(config, s, config.lr_scales[i])
     update, moments = _update_and_moments(config, s, config.decays[i], leaf)
     new = _store_params(config, s, leaf, update, noise)
     new |= _store_moments(config, moments, noise)
@@ -244,6 +248,13 @@ def _update_leaf(config: UpdateConfig, step: _Step, i: int, leaf: Buffers) -> Re
     if not config.write_params:
         kept["out"] = jnp.array(-0.0, param.dtype)
     return Results(**{k: jnp.where(s.skip, kept[k], x) for k, x in new.items()})
+
+
+def _with_scaled_learning_rate(config: UpdateConfig, s: _Step, scale: float) -> _Step:
+    """The product of two sums of two numbers, rounded about once."""
+    head = float(config.real.type(scale))
+    tail = s.learning_rate * (scale - head) + s.learning_rate_residual * head
+    return s._replace(learning_rate=s.learning_rate * head + tail)
 
 
 def _moment_dtypes(config: UpdateConfig) -> list[str]:
@@ -280,7 +291,7 @@ def _update_and_moments(
     if decays:
         decay = jnp.where(s.weight_decay == 0, 0.0, s.weight_decay * p)
         direction = direction + decay
-    return s.neg_learning_rate * direction, moments
+    return -s.learning_rate * direction, moments
 
 
 def _store_moments(

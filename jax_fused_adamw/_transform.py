@@ -15,6 +15,7 @@ import optax
 from jax_fused_adamw import _checks, _in_place
 from jax_fused_adamw._analyzed_update import analyzed_update, suits_one_call
 from jax_fused_adamw._buckets import make_buckets
+from jax_fused_adamw._decay_report import tell_decay_report
 from jax_fused_adamw._hyperparams import (
     check_gradient_scale,
     current_learning_rate,
@@ -22,6 +23,7 @@ from jax_fused_adamw._hyperparams import (
     scale_operand,
     skip_update_operand,
 )
+from jax_fused_adamw._leaf_options import resolve_lr_scale, resolve_mask
 from jax_fused_adamw._noise import noise_operand
 from jax_fused_adamw._operands import (
     Buffers,
@@ -68,8 +70,14 @@ class FusedAdamW(optax.GradientTransformationExtraArgs):
 
 def make_transformation(options: Options) -> FusedAdamW:
     return FusedAdamW(
-        functools.partial(init_state, options), functools.partial(_update, options)
+        functools.partial(_init, options), functools.partial(_update, options)
     )
+
+
+def _init(options: Options, params: Any) -> FusedAdamWState:
+    state = init_state(options, params)
+    tell_decay_report(options, params)
+    return state
 
 
 def options_of(tx: FusedAdamW) -> Options:
@@ -153,9 +161,11 @@ def _config_and_scalars(
     state, control, buffers = step.state, step.control, step.buffers
     hyperparams = _hyperparams(options, state.count, control.gradient_scale)
     hyper_bits, traced, traced_values = encode(hyperparams)
+    lr_scales = resolve_lr_scale(options.lr_scale, step.params)
     has_bfloat16 = any(x.dtype == jnp.bfloat16 for x in buffers.params)
     config = UpdateConfig(
-        decays=tuple(_checks.resolve_mask(options.mask, step.params)),
+        decays=resolve_mask(options.mask, step.params),
+        lr_scales=lr_scales if any(x != 1.0 for x in lr_scales) else (),
         traced=traced,
         amsgrad=options.amsgrad,
         clip=options.clip,

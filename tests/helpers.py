@@ -155,7 +155,15 @@ def oracle_of(options) -> Oracle:
 
 
 def assert_follows_oracle(
-    options, before, grads, after, *, out, decays=None, gradient_scale=1.0
+    options,
+    before,
+    grads,
+    after,
+    *,
+    out,
+    decays=None,
+    lr_scales=None,
+    gradient_scale=1.0,
 ) -> None:
     """One step from (params, state) ``before``, leaf by leaf, within ULP_BOUNDS.
 
@@ -173,12 +181,18 @@ def assert_follows_oracle(
         [None] * len(names) if state.nu_max is None else jax.tree.leaves(state.nu_max)
         for state in (old, new)
     ]
-    decays = decays or [True] * len(names)
-    for leaf in zip(names, decays, *columns, *maxima, strict=True):
-        name, decays_leaf, p, g, mu, nu, got, got_mu, got_nu, nu_max, got_max = leaf
-        leaf_oracle = oracle
-        if not decays_leaf:
-            leaf_oracle = dataclasses.replace(oracle, weight_decay=0.0)
+    oracles = [
+        dataclasses.replace(
+            oracle,
+            learning_rate=oracle.learning_rate * lr_scale,
+            weight_decay=oracle.weight_decay if decays_leaf else 0.0,
+        )
+        for decays_leaf, lr_scale in zip(
+            decays or [True] * len(names), lr_scales or [1.0] * len(names), strict=True
+        )
+    ]
+    for leaf in zip(names, oracles, *columns, *maxima, strict=True):
+        name, leaf_oracle, p, g, mu, nu, got, got_mu, got_nu, nu_max, got_max = leaf
         p, g, mu, nu = (np.asarray(x, np.float64) for x in (p, g, mu, nu))
         nu_max = np.zeros_like(nu) if nu_max is None else np.asarray(nu_max, np.float64)
         start = LeafState(mu, nu, nu_max)

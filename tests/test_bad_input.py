@@ -98,7 +98,6 @@ BAD_OPTIONS = [
 ]
 
 NOT_BUILT = [
-    dict(lr_scale={"layer": 0.1}),
     dict(packed_state=True),
 ]
 

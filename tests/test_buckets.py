@@ -264,10 +264,16 @@ def _exact_loss(params):
 def test_bits_do_not_depend_on_buckets(options):
     params, _ = mixed_tree()
     mask = {name: i % 2 == 0 for i, name in enumerate(params)}
+    lr_scale = {name: i / 4 for i, name in enumerate(params)}
 
     def steps(bucket_bytes):
         tx = jfa.fused_adamw(
-            0.1, weight_decay=0.1, mask=mask, bucket_bytes=bucket_bytes, **options
+            0.1,
+            weight_decay=0.1,
+            mask=mask,
+            lr_scale=lr_scale,
+            bucket_bytes=bucket_bytes,
+            **options,
         )
 
         @jax.jit

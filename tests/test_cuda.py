@@ -129,6 +129,22 @@ def test_gradient_scales():
     assert_gpu_equals_cpu(tx, params, grads, extras=[dict(gradient_scale=3.3)])
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(max_grad_norm=1.0), dict(amsgrad=True, alias=False, nesterov=True)],
+    ids=str,
+)
+@pytest.mark.parametrize("num_leaves", [3, 61, 62, 257])
+def test_lr_scale(num_leaves, options):
+    """Around what the small leaf table holds with a word more in each row."""
+    params, grads = make_leaves((37,) * num_leaves)
+    grads[-1] = grads[0]  # finite: no skipped step
+    scales = [i % 4 / 3 for i in range(num_leaves)]
+    for lr in (1e-2, jnp.float32(0.3)):
+        tx = jfa.fused_adamw(lr, lr_scale=scales, weight_decay=0.1, **options)
+        assert_gpu_equals_cpu(tx, params, grads, extras=[dict(gradient_scale=3.0)])
+
+
 @pytest.mark.parametrize("num_leaves", [1, 36, 37, 64, 65, 257, 1000])
 def test_many_leaves(num_leaves):
     params, grads = make_leaves((37,) * num_leaves)

@@ -19,6 +19,7 @@ def test_public_names_are_the_documented_ones():
     assert set(PUBLIC) == {
         "ClipByGlobalNormState",
         "AccumulateState",
+        "DecayReport",
         "DynamicLossScale",
         "FusedAdamW",
         "FusedAdamWState",
@@ -33,6 +34,7 @@ def test_public_names_are_the_documented_ones():
         "adamw_step",
         "clip_by_global_norm",
         "compute_params",
+        "decay_report",
         "fused_adamw",
         "grad_stats",
         "kernel_info",

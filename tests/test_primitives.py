@@ -361,7 +361,9 @@ def test_other_platforms_get_plain_jax():
 
 def test_default_rule_computes_what_the_kernel_does():
     """The plain-JAX rule reads the very operands of the custom call."""
-    config = _primitives.UpdateConfig((True, False), ("learning_rate",), members=None)
+    config = _primitives.UpdateConfig(
+        (True, False), lr_scales=(1 / 3, 2.0), traced=("learning_rate",)
+    )
     bits, _, _ = _encode(gradient_scale=4.0)
     leaves = [jnp.linspace(-1.0, 1.0, 7), jnp.linspace(1.0, 2.0, 5)]
     args = (

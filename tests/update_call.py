@@ -32,6 +32,7 @@ def call(
     write_params=True,
     leaf_ids=(0,),
     shard_strides=(0,) * 6,
+    lr_scales=None,
     skip=False,
 ):
     param = jnp.arange(SIZE) * param_step + first_param
@@ -69,4 +70,5 @@ def call(
         traced=np.zeros(9, np.uint8),
         write_params=np.bool_(write_params),
         zero_moments=np.bool_(False),
+        **({} if lr_scales is None else {"lr_scales": np.asarray(lr_scales)}),
     )

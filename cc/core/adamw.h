@@ -131,6 +131,13 @@ JFA_HOST_DEVICE AdamWScalars<Real> MakeScalars(const HyperTerms<Real>& terms) {
   return s;
 }
 
+// Those of a leaf with a learning rate of its own, a double that is rounded here.
+template <typename Real>
+JFA_HOST_DEVICE AdamWScalars<Real> WithLearningRate(AdamWScalars<Real> s, double learning_rate) {
+  s.neg_learning_rate = -static_cast<Real>(learning_rate);
+  return s;
+}
+
 // The exponential moving average of parameters.
 template <typename Real>
 struct Ema {

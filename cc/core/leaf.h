@@ -28,7 +28,8 @@ struct LeafOperands {
   DType grad_dtype;
   DType copy_dtype;
   bool decays;
-  Word32 leaf_id;  // its number in the whole tree, for the noise
+  double lr_scale = 1.0;  // what the leaf's learning rate is multiplied by
+  Word32 leaf_id;         // its number in the whole tree, for the noise
   IndexStride strides[kIndexStrides];
 
   bool has_strides() const {

@@ -102,11 +102,12 @@ struct StepOperands {
                : BitsToDouble(raw.low | static_cast<Word64>(raw.high) << 32);
   }
 
-  // Fills in the terms of a hyperparameter.
+  // Fills in the terms of a hyperparameter, for a leaf with this factor of the learning rate.
   template <bool kNesterov, typename Real>
-  JFA_HOST_DEVICE void SetTerms(int index, RawHyper raw, int count, bool maximize,
+  JFA_HOST_DEVICE void SetTerms(int index, RawHyper raw, int count, bool maximize, double lr_scale,
                                 HyperTerms<Real>* terms) const {
     double value = Decode(index, raw);
+    if (index == static_cast<int>(Hyper::kLearningRate)) value *= lr_scale;
     if (index == static_cast<int>(Hyper::kGradientScale)) value = GradientDivisor(value, maximize);
     jfa::SetTerms<kNesterov>(index, value, NextCount(count), terms);
   }

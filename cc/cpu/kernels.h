@@ -27,6 +27,7 @@ struct UpdateStep {
   bool is_float64;              // as UpdateOptions says
   StepNumbers<float> float32;   // unless it is
   StepNumbers<double> float64;  // if it is
+  double learning_rate;         // before its rounding to them, for a leaf that scales it
   Amsgrad amsgrad;
   bool nesterov;
   bool write_params;  // out is the new parameter, else the update
@@ -70,6 +71,7 @@ struct UpdateBlock {
   DType grad_dtype;
   DType copy_dtype;
   bool decays;
+  double learning_rate;  // the leaf's
   // For noise: what it is of, and where the block lies in the member and in the whole leaf.
   Noise noise;
   std::int64_t offset;

@@ -17,8 +17,10 @@ void SetNumbers(const StepOperands& operands, std::int64_t member, const UpdateO
                 StepNumbers<Real>* numbers) {
   HyperTerms<Real> terms;
   const int count = operands.count.Read(member);
+  constexpr double kLrScale = 1.0;  // MakeBlock knows the leaf's
   for (int i = 0; i < kNumHyper; ++i) {
-    operands.SetTerms<kNesterov>(i, operands.ReadRaw(i, member), count, options.maximize, &terms);
+    operands.SetTerms<kNesterov>(i, operands.ReadRaw(i, member), count, options.maximize, kLrScale,
+                                 &terms);
   }
   numbers->scalars = MakeScalars<kNesterov>(terms);
   numbers->unscale = MakeUnscale(terms);
@@ -50,6 +52,8 @@ std::vector<UpdateStep> MakeSteps(const StepOperands& operands, const UpdateOpti
     } else {
       SetNumbers(operands, member, options, &step.float32);
     }
+    constexpr int kRate = static_cast<int>(Hyper::kLearningRate);
+    step.learning_rate = operands.Decode(kRate, operands.ReadRaw(kRate, member));
     step.amsgrad = options.amsgrad;
     step.nesterov = options.nesterov;
     step.write_params = options.write_params;
@@ -87,6 +91,7 @@ UpdateBlock MakeBlock(const LeafOperands& leaf, const Block& where, const Update
   block.grad_dtype = leaf.grad_dtype;
   block.copy_dtype = leaf.copy_dtype;
   block.decays = leaf.decays;
+  block.learning_rate = step.learning_rate * leaf.lr_scale;
   block.noise = {step.seed, leaf.leaf_id, step.number};
   block.offset = where.offset;
   block.first_index = first_index;

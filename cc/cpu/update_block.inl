@@ -258,7 +258,8 @@ void StoreTiles(const UpdateStep& step, const UpdateBlock& block, const Tile<Rea
 template <typename Real>
 void UpdateTiles(const UpdateStep& step, const UpdateBlock& block) {
   TileBuffers<Real> buffers;
-  const AdamWScalars<Real>& scalars = step.Numbers<Real>().scalars;
+  const AdamWScalars<Real> scalars =
+      WithLearningRate(step.Numbers<Real>().scalars, block.learning_rate);
   const UpdateTileFn<Real> update_tile = SelectUpdateTile<Real>(step);
   const bool direct = NeedsNoStores<Real>(step, block);
   for (std::int64_t begin = 0; begin < block.num_elements; begin += kTileElements) {

@@ -84,7 +84,8 @@ __device__ __forceinline__ void AnalyzeAndUpdateOneChunk(const Arguments& args) 
     if (lane == 0) decision = own;
   } else if (threadIdx.x / 32 == 1 && lane < kNumHyper) {
     args.step.template SetTerms<Kernel::kNesterov>(lane, args.step.ReadRaw(lane, 0), count,
-                                                   args.options.maximize, &terms);
+                                                   args.options.maximize, args.LrScale(place.leaf),
+                                                   &terms);
   }
   __syncthreads();
   const bool skip = decision.skip;

@@ -7,6 +7,7 @@
 //                          then the outputs that are not their inputs: [out]
 //                          [mu_out, nu_out [, nu_max_out]] [copy_out] [ema_out].
 //                          Statistics: grad
+//                          Then, if a leaf scales the learning rate: lr_scale, a float64.
 //                          Then, if the update rounds stochastically: leaf_id | leaf << 32, where
 //                          `leaf` counts the call's; [, kIndexStrides IndexStride]
 //   sizes         [n]      member_elements << 8 | LeafFlags
@@ -108,8 +109,9 @@ struct LaunchOptions {
   bool zero_moments;       // the old moments are zero and in no buffer
   DType mu_dtype;
   DType nu_dtype;
-  int noise_slot;    // of leaf_id and leaf in a row; not read unless something is stochastic
-  int strides_slot;  // negative if there are none
+  int lr_scale_slot;  // in a row; negative if every leaf's is 1
+  int noise_slot;     // of leaf_id and leaf in a row; not read unless something is stochastic
+  int strides_slot;   // negative if there are none
 };
 
 template <int kWords>
@@ -117,6 +119,10 @@ struct UpdateArguments {
   StepOperands step;
   LaunchOptions options;
   LeafTable<kWords> table;
+
+  JFA_HOST_DEVICE double LrScale(int leaf) const {
+    return options.lr_scale_slot < 0 ? 1.0 : BitsToDouble(table.row(leaf)[options.lr_scale_slot]);
+  }
 };
 
 // What a merge of rows reads and writes (core/stats_operands.h).

@@ -25,6 +25,7 @@ struct Plan {
   bool extras_apart = false;
   bool stochastic_moments = false;  // with low-precision ones, as stochastic_params
   bool stochastic_params = false;
+  bool has_lr_scales = false;
   bool has_strides = false;
   LeafClass leaf_class = LeafClass::kFloat32;
 
@@ -36,9 +37,10 @@ struct Plan {
     return 2 + (options.zero_moments ? 0 : moments) + num_extras() + (out_apart ? 1 : 0) +
            (moments_apart ? moments : 0) + (extras_apart ? num_extras() : 0);
   }
+  int noise_slot() const { return num_buffers() + (has_lr_scales ? 1 : 0); }
   int row_words() const {
     const int strides = has_strides ? kIndexStrides * kStrideWords : 0;
-    return num_buffers() + (has_noise() ? 1 + strides : 0);
+    return noise_slot() + (has_noise() ? 1 + strides : 0);
   }
   KernelName Kernel(Grid grid) const {
     return {grid, leaf_class, options.amsgrad, options.nesterov};
@@ -83,6 +85,7 @@ Plan MakePlan(const Leaves& leaves, const UpdateOptions& options) {
     plan.moments_apart |=
         leaf.mu_out != leaf.mu || leaf.nu_out != leaf.nu || leaf.nu_max_out != leaf.nu_max;
     plan.extras_apart |= leaf.copy_out != leaf.copy || leaf.ema_out != leaf.ema;
+    plan.has_lr_scales |= leaf.lr_scale != 1.0;
     plan.has_strides |= leaf.has_strides();
     has_bf16_params |= leaf.param_dtype == DType::kBfloat16;
   }
@@ -112,6 +115,7 @@ std::vector<Word64> RowOf(const LeafOperands& leaf, std::size_t index, const Pla
   add(plan.moments_apart && plan.has_nu_max(), leaf.nu_max_out);
   add(plan.extras_apart && plan.options.has_copies, leaf.copy_out);
   add(plan.extras_apart && plan.options.has_ema, leaf.ema_out);
+  if (plan.has_lr_scales) row.push_back(DoubleToBits(leaf.lr_scale));
   if (!plan.has_noise()) return row;
   row.push_back(leaf.leaf_id | static_cast<Word64>(index) << 32);
   if (!plan.has_strides) return row;
@@ -156,8 +160,9 @@ LaunchOptions LaunchOptionsOf(const Plan& plan, int arrival_counter) {
   launch.zero_moments = plan.options.zero_moments;
   launch.mu_dtype = plan.options.mu_dtype;
   launch.nu_dtype = plan.options.nu_dtype;
-  launch.noise_slot = plan.num_buffers();
-  launch.strides_slot = plan.has_strides ? plan.num_buffers() + 1 : -1;
+  launch.lr_scale_slot = plan.has_lr_scales ? plan.num_buffers() : -1;
+  launch.noise_slot = plan.noise_slot();
+  launch.strides_slot = plan.has_strides ? plan.noise_slot() + 1 : -1;
   return launch;
 }
 

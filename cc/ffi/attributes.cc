@@ -8,6 +8,13 @@
 namespace jfa {
 namespace {
 
+// The one attribute that a call may leave out.
+bool GetLrScales(const ffi::Dictionary& dictionary, Attributes* attributes) {
+  constexpr char kName[] = "lr_scales";
+  return !dictionary.contains(kName) ||
+         Get<ffi::Span<const double>>(dictionary, kName, &attributes->lr_scales);
+}
+
 // Whether all attributes are there, with their types.
 bool GetAttributes(const ffi::Dictionary& dictionary, std::int64_t* amsgrad, std::int64_t* clip,
                    Attributes* attributes) {
@@ -30,9 +37,24 @@ bool GetAttributes(const ffi::Dictionary& dictionary, std::int64_t* amsgrad, std
          Get<bool>(dictionary, "stochastic_moments", &options.stochastic_moments) &&
          Get<bool>(dictionary, "stochastic_params", &options.stochastic_params) &&
          Get<Flags>(dictionary, "decays", &attributes->decays) &&
+         GetLrScales(dictionary, attributes) &&
          Get<Flags>(dictionary, "traced", &attributes->traced) &&
          Get<Numbers>(dictionary, "leaf_ids", &attributes->leaf_ids) &&
          Get<Numbers>(dictionary, "shard_strides", &attributes->shard_strides);
+}
+
+// What is wrong with the factors of the learning rate; empty if nothing is.
+std::string LrScalesError(const Attributes& attributes) {
+  const auto& scales = attributes.lr_scales;
+  if (scales.size() != 0 && scales.size() != attributes.decays.size()) {
+    return "lr_scales must have one entry for each leaf";
+  }
+  for (const double scale : scales) {
+    if (!(scale >= 0.0 && scale <= kMaxFloat)) {
+      return "lr_scales must be finite in float32 and not negative";
+    }
+  }
+  return "";
 }
 
 // What is wrong with where the leaves lie in the whole tree; empty if nothing is.
@@ -78,8 +100,9 @@ ffi::ErrorOr<Attributes> DecodeAttributes(const ffi::Dictionary& dictionary) {
   if (options.has_copies && !options.write_params) {
     return ffi::Unexpected(Invalid("has_copies needs write_params"));
   }
-  const std::string places_error = PlacesError(attributes);
-  if (!places_error.empty()) return ffi::Unexpected(Invalid(places_error));
+  for (const std::string& error : {LrScalesError(attributes), PlacesError(attributes)}) {
+    if (!error.empty()) return ffi::Unexpected(Invalid(error));
+  }
   return attributes;
 }
 

@@ -17,6 +17,7 @@ struct Attributes {
   bool analyze;
   xla::ffi::Span<const std::uint8_t> decays;
   xla::ffi::Span<const std::uint8_t> traced;
+  xla::ffi::Span<const double> lr_scales;  // empty where all are 1
   xla::ffi::Span<const std::int64_t> leaf_ids;
   xla::ffi::Span<const std::int64_t> shard_strides;
 

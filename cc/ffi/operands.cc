@@ -203,6 +203,7 @@ LeafOperands DecodeLeaf(Decoder& decoder, const Frame& frame, const Attributes& 
                         const UpdateOptions& options, std::size_t index) {
   LeafOperands leaf = LeafDecoder(decoder, frame, index).Decode(options);
   leaf.decays = attributes.decays[index] != 0;
+  if (attributes.lr_scales.size() != 0) leaf.lr_scale = attributes.lr_scales[index];
   leaf.leaf_id = static_cast<Word32>(attributes.leaf_ids[index]);
   for (std::size_t i = 0; i < kIndexStrides; ++i) {
     const std::int64_t* pair = &attributes.shard_strides[2 * (kIndexStrides * index + i)];

@@ -12,6 +12,7 @@
 //              count_step bool: the counters are arguments and results,
 //              zero_moments bool: mu, nu, nu_max are zero and no arguments,
 //              decays u8[leaves]: does weight decay apply,
+//              lr_scales f64[leaves]: factors of the learning rate, left out where all are 1,
 //              clip i64 (core/clip.h; by the norm: norm and scaled_norm are arguments),
 //              skip_nonfinite bool: nonfinite is an argument,
 //              analyze bool: the call makes the report of its gradients itself: what it reads of

@@ -29,7 +29,9 @@ __device__ __forceinline__ Element UpdateElement(const HyperTerms<float>& terms,
 __device__ __forceinline__ void SetTermsOf(int hyper, const StepOperands& step,
                                            HyperTerms<float>* terms) {
   constexpr bool kMaximize = false;
-  step.SetTerms<false>(hyper, step.ReadRaw(hyper, 0), step.count.Read(0), kMaximize, terms);
+  constexpr double kLrScale = 1.0;
+  step.SetTerms<false>(hyper, step.ReadRaw(hyper, 0), step.count.Read(0), kMaximize, kLrScale,
+                       terms);
 }
 
 }  // namespace

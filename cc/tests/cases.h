@@ -70,6 +70,8 @@ struct Case {
   bool stochastic_moments = false;
   bool stochastic_params = false;
   Place place = {};
+  double learning_rate = 1e-2;
+  double lr_scale = 1.0;  // of the first leaf
 
   std::string Name(const char* kernel) const {
     return std::string(kernel) + " n=" + std::to_string(n) + " offset=" + std::to_string(offset) +
@@ -94,7 +96,8 @@ struct Case {
            " ema=" + std::to_string(has_ema) + " stochastic=" + std::to_string(stochastic_moments) +
            std::to_string(stochastic_params) + " leaf_id=" + std::to_string(place.leaf_id) +
            " first_index=" + std::to_string(place.first_index) +
-           " strides=" + std::to_string(place.strides.size());
+           " strides=" + std::to_string(place.strides.size()) +
+           " lr_scale=" + std::to_string(lr_scale);
   }
 
   bool has_noise() const { return stochastic_moments || stochastic_params; }
@@ -113,12 +116,15 @@ struct Case {
             stochastic_params};
   }
 
-  // The case that must have the same result: aligned, out of place, every input in a buffer.
+  // The case that must have the same result: aligned, out of place, every input in a buffer, the
+  // learning rate scaled beforehand.
   Case Plain() const {
     Case plain = *this;
     plain.offset = 0;
     plain.in_place = false;
     if (null_moments()) plain.zero_moments = ZeroMoments::kFilled;
+    plain.learning_rate = learning_rate * lr_scale;
+    plain.lr_scale = 1.0;
     return plain;
   }
 };
@@ -241,6 +247,7 @@ LeafOperands MakeLeaf(const Case& c, const Address& address) {
   leaf.grad_dtype = c.grad_dtype;
   leaf.copy_dtype = ArrayDType(c, kCopy);
   leaf.decays = true;
+  leaf.lr_scale = c.lr_scale;
   leaf.leaf_id = c.place.leaf_id;
   std::copy(c.place.strides.begin(), c.place.strides.end(), leaf.strides);
   return leaf;

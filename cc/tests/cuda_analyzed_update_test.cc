@@ -202,6 +202,7 @@ void TestShapesAndOffsets() {
           c.skip = next % 7 == 0;
           c.clip = static_cast<Clip>(next % 3);
           if (c.clip != Clip::kNorm || next % 2 == 0) c.nonfinite = 0;
+          if (next % 11 == 0) c.lr_scale = 1.0 / 3.0;
           CheckLeaf(c);
         }
       }
@@ -261,15 +262,18 @@ void TestManyLeaves() {
   Case c = CommonCase(0);
   c.clip = Clip::kNorm;
   c.nonfinite = 0;
-  const std::size_t capacity = LeafTable<kSmallTableWords>::Capacity(4);
-  for (const std::size_t count : {std::size_t{3}, capacity - 1, capacity, capacity + 1}) {
-    std::vector<Case> cases(count, c);
-    for (std::size_t i = 0; i < count; ++i) {
-      cases[i].n = kSizes[i % 8];
-      cases[i].grad_dtype = kDTypes[i % 2];
-      cases[i].offset = i % 5 == 0 ? 1 : 0;
+  for (const double lr_scale : {1.0, 0.3}) {
+    c.lr_scale = lr_scale;  // a word of each row
+    const std::size_t capacity = LeafTable<kSmallTableWords>::Capacity(lr_scale == 1.0 ? 4 : 5);
+    for (const std::size_t count : {std::size_t{3}, capacity - 1, capacity, capacity + 1}) {
+      std::vector<Case> cases(count, c);
+      for (std::size_t i = 0; i < count; ++i) {
+        cases[i].n = kSizes[i % 8];
+        cases[i].grad_dtype = kDTypes[i % 2];
+        cases[i].offset = i % 5 == 0 ? 1 : 0;
+      }
+      CheckTree(cases, c);
     }
-    CheckTree(cases, c);
   }
   CheckTree(std::vector<Case>(3, c), c);
 }

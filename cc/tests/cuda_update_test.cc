@@ -137,6 +137,10 @@ void TestClip() {
   for (const Case& c : ClipCases()) CheckCase(c);
 }
 
+void TestLrScales() {
+  for (const Case& c : LrScaleCases()) CheckCase(c);
+}
+
 void TestLowPrecision() {
   for (const std::size_t n : {6, 514, 1028}) {
     for (const Case& c : LowPrecisionCases(n)) CheckCase(c);
@@ -203,7 +207,7 @@ void CheckLeaves(const LeafSet& set, const std::vector<std::size_t>& indices, co
 // Calls of as many leaves as fill a table and of more: without an empty leaf, and with an empty one
 // before, among and after them.
 void CheckLeafCounts(const Case& c, bool any_dtype) {
-  int row_words = 0;
+  int row_words = c.lr_scale != 1.0 ? 1 : 0;
   for (int array = 0; array < kNumArrays; ++array) row_words += HasArray(c, array) ? 1 : 0;
   if (c.has_noise()) {
     row_words += 1 + (c.place.strides.empty() ? 0 : kIndexStrides * kStrideWords);
@@ -248,6 +252,20 @@ void TestManyLeavesOfFloat64() {
   }
 }
 
+// The same where each leaf scales the learning rate, with noise and without.
+void TestManyLeavesOfLrScales() {
+  for (const bool stochastic : {false, true}) {
+    Case c = CommonCase(0);
+    c.lr_scale = 0.7;
+    if (stochastic) {
+      c.mu_dtype = c.nu_dtype = DType::kBfloat16;
+      c.stochastic_moments = true;
+      c.place = Places()[4];
+    }
+    CheckLeafCounts(c, /*any_dtype=*/false);
+  }
+}
+
 // The same of what a row of the table has more, with strides and without.
 void TestManyLeavesOfLowPrecision() {
   for (const int kind : {0, 1, 2, 3}) {
@@ -283,7 +301,7 @@ LeafSet MakeGridLimit(const Case& c) {
 }
 
 void TestGridLimit() {
-  std::vector<Case> cases(9, CommonCase(0));
+  std::vector<Case> cases(10, CommonCase(0));
   cases[1].skip = true;
   cases[2].nonfinite = 1;
   cases[3].nonfinite = 0;
@@ -296,10 +314,38 @@ void TestGridLimit() {
   cases[7] = Float64Case(0);
   cases[8] = Float64Case(0);
   cases[8].skip = true;
+  cases[9].lr_scale = 0.3;
   for (const Case& c : cases) {
     const LeafSet set = MakeGridLimit(c);
     CheckLeaves(set, {0, 1}, c);
     CheckLeaves(set, {0, 1, 2}, c);
+  }
+}
+
+// The classes with code for whole chunks, in a large grid: aligned and not, whatever lies apart, is
+// skipped, or has noise that begins inside a quad or jumps.
+void TestWholeChunks() {
+  std::vector<Case> classes(3, CommonCase(0));
+  classes[1].mu_dtype = classes[1].nu_dtype = DType::kBfloat16;
+  classes[1].stochastic_moments = true;
+  classes[2].has_ema = true;
+  classes[2].copies = DType::kBfloat16;
+  for (const Case& of_class : classes) {
+    std::vector<Case> cases(8, of_class);
+    cases[0].grad_dtype = DType::kBfloat16;
+    cases[1].in_place = false;
+    cases[2].offset = 3;
+    cases[3].skip = true;
+    cases[3].in_place = false;
+    cases[4].write_params = false;
+    cases[5].place = {3, 2, {}};
+    cases[6].place = {5, 1, {MakeStride(5, 2), MakeStride(0, 0), MakeStride(0, 0)}};
+    cases[7].stochastic_moments = false;
+    for (std::size_t i = 0; i < cases.size(); ++i) {
+      cases[i].amsgrad = static_cast<Amsgrad>(i % 3);
+      cases[i].nesterov = i % 2 == 1;
+      CheckLeaves(MakeGridLimit(cases[i]), {0, 1, 2}, cases[i]);
+    }
   }
 }
 
@@ -410,15 +456,18 @@ int main(int argc, char** argv) {
       TestOptions,
       TestCounters,
       TestClip,
+      TestLrScales,
       TestLowPrecision,
       TestBf16Moments,
       TestFloat64,
       TestFloat64Offsets,
       TestManyLeaves,
       TestManyLeavesOfLowPrecision,
+      TestManyLeavesOfLrScales,
       TestManyLeavesOfFloat64,
       TestEmptyTrees,
       TestGridLimit,
+      TestWholeChunks,
       TestManySteps,
       [] { TestLadder(Rung::kNaive); },
       [] { TestLadder(Rung::kVectors); },

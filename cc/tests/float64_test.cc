@@ -94,8 +94,9 @@ NextElement Expect(const Case& c, const Element& old, Long norm, int step) {
   next.nu_max.magnitude = next.nu_max.value * nu_bias.spread;
   const Long denominator = std::sqrt(nu_hat + kEpsRoot) + kEps;
   const Long decay = kWeightDecay * old.param;
-  next.update = {-kLearningRate * (mu_hat.value / denominator + decay),
-                 kLearningRate * (mu_hat.magnitude / denominator + std::fabs(decay))};
+  const Long rate = kLearningRate * c.lr_scale;
+  next.update = {-rate * (mu_hat.value / denominator + decay),
+                 rate * (mu_hat.magnitude / denominator + std::fabs(decay))};
   const Long param = old.param + next.update.value;
   next.ema.value = kEmaDecay * old.ema + (1 - kEmaDecay) * param;
   next.ema.magnitude =

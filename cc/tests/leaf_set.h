@@ -41,6 +41,7 @@ class LeafSet {
     for (const std::size_t i : indices) {
       leaves.push_back(MakeLeaf(cases_[i], [&](int array) { return base + places_[i][array]; }));
       leaves.back().decays = i % 3 != 0;
+      if (cases_[i].lr_scale != 1.0) leaves.back().lr_scale *= static_cast<double>(i % 4) / 3.0;
       leaves.back().leaf_id = static_cast<Word32>(i);
     }
     return leaves;

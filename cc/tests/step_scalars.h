@@ -42,7 +42,8 @@ class StepScalars {
     }
     counters_.Write(BytesOf(image_.data(), image_.size()));
     skip_.Write(skip);
-    const double hyper[kNumHyper] = {1e-2, 0.9, 0.99, 1e-6, 1e-9, 0.1, 3.0, c.max_grad, 0.97};
+    const double hyper[kNumHyper] = {c.learning_rate, 0.9, 0.99, 1e-6, 1e-9, 0.1, 3.0,
+                                     c.max_grad,      0.97};
     hyper_bits_.Write(BytesOf(hyper, kNumHyper));
     std::vector<float> norms;
     for (std::int64_t i = 0; i < c.members; ++i) norms.push_back(Norm(i));

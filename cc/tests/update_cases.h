@@ -77,6 +77,37 @@ inline std::vector<Case> ClipCases() {
   return cases;
 }
 
+// Learning rates of a leaf's own: of each arithmetic, with every other thing that a row of the CUDA
+// table may have. The first scale shows where a product was rounded too early, others are limits.
+inline std::vector<Case> LrScaleCases() {
+  constexpr double kScales[] = {1.0 / 3.0, 0.0, 2.0, 1e-3, 1e-45, 1e30};
+  std::vector<Case> cases;
+  for (const double scale : kScales) {
+    for (const int kind : {0, 1, 2, 3, 4, 5, 6, 7}) {
+      Case c = kind % 4 == 1 ? Float64Case(1003) : CommonCase(1003);
+      c.lr_scale = scale;
+      c.amsgrad = static_cast<Amsgrad>(cases.size() % 3);
+      c.nesterov = cases.size() % 5 == 0;
+      c.write_params = cases.size() % 7 != 0;
+      c.skip = cases.size() % 11 == 10;
+      c.clip = static_cast<Clip>(kind % 3);
+      c.members = kind < 4 ? 1 : 3;
+      c.counting = kind < 4 ? Counting::kShared : Counting::kPerMember;
+      c.zero_moments = kind % 2 == 0 ? ZeroMoments::kNo : ZeroMoments::kNull;
+      c.in_place = kind < 4;
+      c.has_ema = kind % 4 == 3;
+      if (kind % 4 > 1) {
+        c.mu_dtype = c.nu_dtype = DType::kBfloat16;
+        c.stochastic_moments = true;
+        c.param_dtype = c.grad_dtype = kind % 4 == 3 ? DType::kBfloat16 : DType::kFloat32;
+        c.place.strides = {MakeStride(5, 2), MakeStride(0, 0), MakeStride(0, 0)};
+      }
+      cases.push_back(c);
+    }
+  }
+  return cases;
+}
+
 // Places in the whole tree: at a quad or not, beyond 32 bits of elements and of quads, and in parts
 // of leaves that are cut along one dimension or more.
 inline std::vector<Place> Places() {
@@ -120,6 +151,7 @@ inline std::vector<Case> Float64Cases(std::size_t n) {
             c.norm = c.members == 1 && next % 25 < 8 ? kMaxFloat : next % 25 < 16 ? 0.1f : 1.3f;
             c.counting = next % 5 < 2 ? Counting::kPerMember : Counting::kShared;
             c.counts.count = next % 23 == 0 ? 999 : 2;
+            if (next % 31 < 8) c.lr_scale = 1.0 / 3.0;
             cases.push_back(c);
             ++next;
           }

@@ -84,6 +84,28 @@ void TestClip(const InstructionSet* sets, int num_sets) {
   for (const Case& c : ClipCases()) CheckCase(sets, num_sets, c);
 }
 
+void TestLrScales(const InstructionSet* sets, int num_sets) {
+  for (const Case& c : LrScaleCases()) CheckCase(sets, num_sets, c);
+}
+
+// Each leaf of a call has a learning rate of its own.
+void TestLrScalesOfLeaves(const InstructionSet& isa) {
+  std::vector<Case> cases(5, CommonCase(300));
+  for (std::size_t i = 0; i < cases.size(); ++i) {
+    cases[i].lr_scale = static_cast<double>(i) / 3.0;
+  }
+  std::vector<LeafArrays<GuardedBuffer>> arrays;
+  std::vector<LeafOperands> leaves;
+  for (const Case& c : cases) leaves.push_back(arrays.emplace_back(c).Operands());
+  InlinePool pool;
+  const StepScalars<GuardedBuffer> scalars(cases[0], leaves.size());
+  Update(pool, 1, isa, scalars.Operands(), leaves, cases[0].Options());
+  for (std::size_t i = 0; i < cases.size(); ++i) {
+    Check(arrays[i].ReadOutputs(isa.name) == Run(isa, cases[i].Plain(), 1),
+          "leaf among others, " + cases[i].Name(isa.name));
+  }
+}
+
 void TestLowPrecision(const InstructionSet* sets, int num_sets) {
   for (const std::size_t n : {5, 258, 1001, 4099}) {
     for (const Case& c : LowPrecisionCases(n)) CheckCase(sets, num_sets, c);
@@ -222,6 +244,8 @@ int Main() {
   TestOptions(sets, num_sets);
   TestCounters(sets, num_sets);
   TestClip(sets, num_sets);
+  TestLrScales(sets, num_sets);
+  for (int i = 0; i < num_sets; ++i) TestLrScalesOfLeaves(sets[i]);
   TestLowPrecision(sets, num_sets);
   TestLowPrecisionAlignments(sets, num_sets);
   TestFloat64(sets, num_sets);

@@ -1,0 +1,100 @@
+"""Options of each leaf: which ones decay, and what scales their learning rate.
+
+Both are static: a tree of Python values, a prefix of the parameters' tree, or a
+callable that makes either from the parameters.
+"""
+
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import tree_leaves_with_path
+
+from jax_fused_adamw import _checks
+from jax_fused_adamw._checks import leaf_name
+from jax_fused_adamw._shardings import is_empty
+
+
+def check_mask_values(tree: Any) -> None:
+    """Raises TypeError unless every leaf of a mask is a Python bool."""
+    for path, value in tree_leaves_with_path(tree):
+        _checks.check_static(leaf_name("mask", path), value)
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(
+                f"fused_adamw: {leaf_name('mask', path)} must be a Python bool, got "
+                f"{value!r}"
+            )
+
+
+def check_lr_scale_values(tree: Any) -> None:
+    """Raises unless every leaf is a number that can multiply a learning rate."""
+    for path, value in tree_leaves_with_path(tree):
+        name = leaf_name("lr_scale", path)
+        if isinstance(value, (jax.Array, np.ndarray)):
+            raise TypeError(
+                f"fused_adamw: {name} is an array, expected a Python or NumPy number: "
+                "float(x) makes one outside of jit. A scale that changes from step to "
+                "step belongs in the learning_rate of a group of optax.multi_transform."
+                " Under optax.inject_hyperparams, name lr_scale in static_args=, as in "
+                'inject_hyperparams(fused_adamw, static_args=("lr_scale",))'
+            )
+        is_bool = isinstance(value, (bool, np.bool_))
+        if is_bool or not isinstance(value, numbers.Real):
+            advice = "; a selection of leaves is a mask" if is_bool else ""
+            raise TypeError(
+                f"fused_adamw: {name} must be a real number, got {value!r} of type "
+                f"{type(value).__name__}{advice}"
+            )
+        if not 0 <= value <= float(np.finfo(np.float32).max):
+            raise ValueError(
+                f"fused_adamw: {name} must be a scale >= 0 and finite in float32, got "
+                f"{value!r}"
+            )
+
+
+def resolve_mask(mask: Any, params: Any) -> tuple[bool, ...]:
+    """For each leaf of params, whether it decays; for None, all do."""
+    if mask is None:
+        return (True,) * len(jax.tree.leaves(params))
+    values = _of_leaves("mask", mask, params, check_mask_values)
+    return tuple(map(bool, values))
+
+
+def resolve_lr_scale(lr_scale: Any, params: Any) -> tuple[float, ...]:
+    """For each leaf of params a factor; for None, ones."""
+    if lr_scale is None:
+        return (1.0,) * len(jax.tree.leaves(params))
+    values = _of_leaves("lr_scale", lr_scale, params, check_lr_scale_values)
+    return tuple(map(float, values))
+
+
+def _of_leaves(
+    name: str, option: Any, params: Any, check: Callable[[Any], None]
+) -> list[Any]:
+    """One checked value a leaf of params."""
+    tree = option(params) if callable(option) else option
+    check(tree)
+    for prepare in (lambda tree, _: tree, _without_others):
+        try:
+            return jax.tree.leaves(jax.tree.broadcast(prepare(tree, params), params))
+        except ValueError as error:
+            reason = error
+    raise ValueError(
+        f"fused_adamw: the tree of {name}, {jax.tree.structure(tree)}, is not a prefix "
+        f"of the parameters' tree, {jax.tree.structure(params)}"
+    ) from reason
+
+
+def _without_others(tree: Any, params: Any) -> Any:
+    """A tree for all parameters of a model, as one for those of a group.
+
+    A group of ``optax.multi_transform`` is given one ``MaskedNode`` in the place of all
+    that is another's.
+    """
+
+    def pick(param: Any, values: Any) -> Any:
+        return param if is_empty(param) else values
+
+    return jax.tree.map(pick, params, tree, is_leaf=is_empty)
