@@ -45,8 +45,24 @@ _STEP: contextvars.ContextVar[_Step | None] = contextvars.ContextVar(
 )
 
 
+class _TeachingType(type):
+    """A class whose name in an error says what to do.
+
+    ``eqx.apply_updates`` maps over the updates with the parameters beside them, which
+    takes an :class:`InPlaceUpdate` apart. The error is JAX's own, about trees that
+    differ, and the class is all of ours that it shows.
+    """
+
+    def __repr__(cls) -> str:
+        return (
+            f"<class 'jax_fused_adamw.{cls.__name__}'> (made by in_place=True, for "
+            "optax.apply_updates(params, updates) alone; elsewhere use "
+            "jax_fused_adamw.step, or leave in_place out)"
+        )
+
+
 @jax.tree_util.register_pytree_node_class
-class InPlaceUpdate:
+class InPlaceUpdate(metaclass=_TeachingType):
     """An update that knows the parameter it was made for and its new value.
 
     ``p + update`` is the new value, without arithmetic, when ``p`` is that very
