@@ -37,6 +37,12 @@ class NativeModule:
       reason: why not, in words; None if loaded.
       ffi_api_version: the FFI version that it was compiled against, if known.
       details: what the module says of itself: instruction sets, compiler, driver.
+
+    Examples:
+      >>> import jax_fused_adamw as jfa
+      >>> module = jfa.kernel_info().cpu
+      >>> module.loaded, module.reason
+      (True, None)
     """
 
     platform: str
@@ -57,7 +63,22 @@ class NativeModule:
 
 @dataclasses.dataclass(frozen=True)
 class KernelInfo:
-    """Which native kernels this process can use; see :func:`kernel_info`."""
+    """Which native kernels this process can use; see :func:`kernel_info`.
+
+    Attributes:
+      cpu: the :class:`NativeModule` of processors.
+      cuda: that of NVIDIA GPUs.
+      jaxlib_version: of the running jaxlib, such as ``"0.10.2"``.
+      jaxlib_ffi_api_version: the FFI version that it accepts handlers up to, if known.
+
+    Examples:
+      >>> import jax_fused_adamw as jfa
+      >>> info = jfa.kernel_info()
+      >>> info.cpu.ffi_api_version <= info.jaxlib_ffi_api_version
+      True
+      >>> print(info)  # doctest: +ELLIPSIS
+      jax_fused_adamw on jaxlib ...
+    """
 
     cpu: NativeModule
     cuda: NativeModule

@@ -53,7 +53,24 @@ from jax_fused_adamw._weights import (
 
 
 class FusedAdamW(optax.GradientTransformationExtraArgs):
-    """What ``fused_adamw`` returns: an optax transformation with a ``step``."""
+    """What :func:`fused_adamw` returns: an optax transformation with a :meth:`step`.
+
+    Attributes:
+      init: ``params`` to the :class:`FusedAdamWState` before the first step.
+      update: ``(grads, state, params, **extra_args)`` to updates and the new state;
+        the extra arguments are those of a :class:`StepControl`.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> import jax_fused_adamw as jfa
+      >>> tx = jfa.fused_adamw(0.5)
+      >>> isinstance(tx, optax.GradientTransformationExtraArgs)
+      True
+      >>> params = {"w": jnp.ones(2)}
+      >>> updates, state = tx.update(params, tx.init(params), params)
+      >>> print(updates["w"].round(2), state.count)
+      [-0.5 -0.5] 1
+    """
 
     def step(
         self,
@@ -62,7 +79,29 @@ class FusedAdamW(optax.GradientTransformationExtraArgs):
         params: optax.Params,
         **extra_args: Any,
     ) -> tuple[optax.Params, FusedAdamWState]:
-        """:func:`jax_fused_adamw.step` of this transformation."""
+        """:func:`jax_fused_adamw.step` of this transformation.
+
+        Args:
+          grads: gradients, with the tree of ``params``.
+          state: what ``init`` or the previous step returned.
+          params: the current parameters.
+          **extra_args: ``skip_update``, ``gradient_scale`` and ``report``.
+
+        Returns:
+          The new parameters and the new state, in the buffers of the old ones where
+          these are donated to the enclosing ``jax.jit``.
+
+        Raises:
+          ValueError, TypeError: as ``update`` does.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> import jax_fused_adamw as jfa
+          >>> tx, params = jfa.fused_adamw(0.1), {"w": jnp.ones(2)}
+          >>> params, state = tx.step(params, tx.init(params), params)
+          >>> print(params["w"].round(4), state.count)
+          [0.9 0.9] 1
+        """
         return _in_place.step(self, grads, state, params, **extra_args)
 
 
