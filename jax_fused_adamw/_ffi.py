@@ -102,13 +102,10 @@ def _running_ffi_api_version() -> tuple[int, int] | None:
         text = header.read_text()
     except OSError:
         return None
-    numbers = [
-        re.search(rf"#define XLA_FFI_API_{part} (\d+)", text)
-        for part in ("MAJOR", "MINOR")
-    ]
-    if None in numbers:
+    parts = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", text))
+    if len(parts) != 2:
         return None
-    return tuple(int(number[1]) for number in numbers)
+    return int(parts["MAJOR"]), int(parts["MINOR"])
 
 
 def _refusal(built: tuple[int, int], running: tuple[int, int] | None) -> str | None:

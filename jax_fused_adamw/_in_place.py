@@ -87,7 +87,7 @@ class InPlaceUpdate(metaclass=_TeachingType):
     # yields to what it does not know, so there is no __jax_array__.
     __array_ufunc__ = None
 
-    def __init__(self, old: jax.Array, new: jax.Array, dtype: Any = None):
+    def __init__(self, old: Any, new: Any, dtype: Any = None):
         self._old = old
         self._new = new
         self._dtype = dtype  # of the difference; the parameter's if None

@@ -198,8 +198,9 @@ _CHILDREN = ("value", "finite_steps")
 
 
 def _flatten(loss_scale: DynamicLossScale) -> tuple[tuple[Any, ...], Any]:
-    options = loss_scale._replace(value=None, finite_steps=None)
-    return tuple(getattr(loss_scale, name) for name in _CHILDREN), tuple(options)
+    options = loss_scale._asdict() | dict.fromkeys(_CHILDREN)
+    children = tuple(getattr(loss_scale, name) for name in _CHILDREN)
+    return children, tuple(options.values())
 
 
 def _flatten_with_keys(loss_scale: DynamicLossScale):

@@ -50,7 +50,7 @@ class FusedAdamWState(NamedTuple):
       0 [1. 1.]
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment] # hides tuple.count
     mu: Any
     nu: Any
     nu_max: Any

@@ -306,7 +306,8 @@ def _reports_across(
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, axes in enumerate(axes_of_leaves):
         groups.setdefault(axes, []).append(i)
-    totals, of_leaves = [], {}
+    totals: list[jax.Array] = []
+    of_leaves: dict[int, jax.Array] = {}
     for axes, leaves in groups.items():
         local = Reports(*analyze_local(scale, *(grads[i] for i in leaves)))
         rows = _all_rows(local.rows, axes)  # [..., reports, devices, 3]

@@ -168,7 +168,7 @@ def fused_step(
     _checks.check_params(params)
     _checks.check_grads(grads, params)
     zero_moments = state is None
-    if zero_moments:
+    if state is None:
         state = init_state(options, None)._replace(**copies_of(options, params))
     else:
         check_state(options, state, params)
@@ -281,7 +281,7 @@ def _new_trees(
 
     def tree(name: str) -> Any:
         like = _checks.params_with(name, step.params)
-        return jax.tree.structure(like).unflatten(leaves[name])
+        return jax.tree.unflatten(jax.tree.structure(like), leaves[name])
 
     count, skipped, consecutive = results.counters
     new_state = step.state._replace(
@@ -291,7 +291,7 @@ def _new_trees(
         report=None if analysis is None else analysis.report,
         **{name: tree(name) for name in options.state_dtypes},
     )
-    return jax.tree.structure(step.params).unflatten(new.out), new_state
+    return jax.tree.unflatten(jax.tree.structure(step.params), new.out), new_state
 
 
 def _hyperparams(
