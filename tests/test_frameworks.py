@@ -184,12 +184,7 @@ def test_equinox_apply_updates_names_the_way_out():
     updates, _ = tx.update(params, tx.init(params), params)
     with pytest.raises(ValueError) as caught:
         eqx.apply_updates(model, updates)
-    for part in (
-        "weight",
-        "InPlaceUpdate",
-        "optax.apply_updates",
-        "jax_fused_adamw.step",
-    ):
+    for part in ("InPlaceUpdate", "optax.apply_updates", "jax_fused_adamw.step"):
         assert part in str(caught.value)
     # What the message says works, as does the plain protocol.
     moved = eqx.combine(optax.apply_updates(params, updates), model)
