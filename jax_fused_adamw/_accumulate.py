@@ -29,14 +29,33 @@ class AccumulateState(NamedTuple):
 
     The first micro-batch of a window overwrites what the last window has left in
     ``acc_grads``, ``total_weight`` and ``skip``.
+
+    Attributes:
+      mini_step: int32[], micro-batches in the pending window.
+      total_weight: float32[], the sum of their weights.
+      skip: bool[], whether one of them has condemned the window.
+      acc_grads: sums of ``weight * grad / gradient_scale``, leaves of the parameters'
+        shapes, float64 beside float64 parameters, else float32.
+      inner_opt_state: the state of the transformation that takes the steps.
+      skipped_windows: int32[], windows without a step, saturating.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_fused_adamw as jfa
+      >>> tx = jfa.accumulate(jfa.fused_adamw(0.1), every_k=3)
+      >>> params = {"w": jnp.ones(2)}
+      >>> grads = {"w": jnp.array([1.0, 2.0])}
+      >>> _, state = jfa.step(tx, grads, tx.init(params), params, weight=4)
+      >>> print(state.mini_step, state.total_weight, state.acc_grads["w"])
+      1 4.0 [4. 8.]
     """
 
-    mini_step: jax.Array  # int32[]: micro-batches in the pending window
-    total_weight: jax.Array  # float32[]: their weights' sum
-    skip: jax.Array  # bool[]: whether one of them has condemned the window
-    acc_grads: Any  # float32 or float64 leaves: sum of weight * grad / gradient_scale
+    mini_step: jax.Array
+    total_weight: jax.Array
+    skip: jax.Array
+    acc_grads: Any
     inner_opt_state: Any
-    skipped_windows: jax.Array  # int32[]: windows without a step, saturating
+    skipped_windows: jax.Array
 
 
 def accumulate(

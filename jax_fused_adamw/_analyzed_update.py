@@ -116,7 +116,8 @@ def _shape_rule(*avals, config: UpdateConfig):
 def _in_two_calls(*operands, config: UpdateConfig):
     """The same as an analysis and an update, for any platform and placement."""
     scalars, _, buffers = unflatten(config, operands)
-    analysis = analysis_of(buffers.grads, *scalars.gradient_scale, None, "ffi")
+    (gradient_scale,) = scalars.gradient_scale
+    analysis = analysis_of(buffers.grads, gradient_scale, None, "ffi")
     plain = dataclasses.replace(config, analyze=False)
     scalars = analysis.inform(scalars._replace(gradient_scale=[]), plain)
     results = fused_update(plain, "ffi", Operands(scalars, [], buffers))

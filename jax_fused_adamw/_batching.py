@@ -71,12 +71,11 @@ def _batch_members(update_call, config, axis_size, operands, in_batched):
     if differ:
         counters = [jnp.broadcast_to(x, members) for x in counters]
     merged = Operands(
-        Scalars(
-            counters[0],
-            *lists.skip_update,
-            *lists.hyper_bits,
-            *lists[3:-1],
-            counters[1:],
+        lists._replace(
+            count=counters[0],
+            skip_update=lists.skip_update[0],
+            hyper_bits=lists.hyper_bits[0],
+            skip_counters=counters[1:],
         ),
         after,
         Buffers(

@@ -57,7 +57,7 @@ class Bucket(NamedTuple):
 def make_buckets(
     params: Sequence[Any],
     grads: Sequence[Any],
-    bucket_bytes: int,
+    bucket_bytes: float,
     copies: Sequence[Any] = (),
 ) -> list[Bucket]:
     """Cuts leaves into buckets of about ``bucket_bytes`` of gradients, first to last.
@@ -103,7 +103,7 @@ def _nbytes(x: Any) -> int:
 
 
 def _split_by_size(
-    order: Sequence[int], grads: Sequence[Any], bucket_bytes: int
+    order: Sequence[int], grads: Sequence[Any], bucket_bytes: float
 ) -> Iterator[list[int]]:
     bucket: list[int] = []
     size = 0
@@ -228,7 +228,7 @@ class _Dataflow:
         gradients: list[set[int]] = [set() for _ in self.equations]
         for index in reversed(range(len(self.equations))):
             operands, results = self.equations[index]
-            gradients[index] = {first[x] for x in results if first[x] < math.inf}
+            gradients[index] = {int(first[x]) for x in results if first[x] < math.inf}
             if gradients[index]:
                 latest = max(gradients[index])
                 for operand in operands:

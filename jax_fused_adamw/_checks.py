@@ -54,7 +54,8 @@ _GRAD_REMEDY = "cast the gradient, or take it with respect to float parameters"
 
 def _check_leaf_dtype(tree: str, path: Any, leaf: Any, remedy: str) -> None:
     name = leaf_name(tree, path)
-    allowed = LEAF_DTYPES_X64 if jax.config.jax_enable_x64 else LEAF_DTYPES
+    with_x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    allowed = LEAF_DTYPES_X64 if with_x64 else LEAF_DTYPES
     names = ", ".join(np.dtype(dtype).name for dtype in allowed)
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         raise TypeError(
@@ -73,7 +74,7 @@ def _check_leaf_dtype(tree: str, path: Any, leaf: Any, remedy: str) -> None:
 
 def check_same_tree(name: str, tree: Any, params: Any, remedy: str) -> None:
     """Raises ValueError, naming the first difference, unless the trees match."""
-    if jax.tree.structure(tree) == jax.tree.structure(params):
+    if jax.tree.structure(tree) == jax.tree.structure(params):  # type: ignore[operator]
         return
     _check_dense(name, tree)
     expected = dict.fromkeys(path for path, _ in tree_leaves_with_path(params))

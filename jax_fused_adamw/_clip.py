@@ -16,9 +16,23 @@ from jax_fused_adamw._stats import GradReport, analysis_of, no_report
 
 @saved_by_name
 class ClipByGlobalNormState(NamedTuple):
-    """State of :func:`clip_by_global_norm`."""
+    """State of :func:`clip_by_global_norm`.
 
-    report: GradReport  # of the last gradients, before clipping
+    Attributes:
+      report: the :class:`GradReport` of the last gradients, before clipping; zeros
+        before the first ones.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_fused_adamw as jfa
+      >>> tx = jfa.clip_by_global_norm(1.0)
+      >>> grads = {"w": jnp.array([3.0, 4.0])}
+      >>> _, state = tx.update(grads, tx.init(grads))
+      >>> print(state.report.norm)
+      5.0
+    """
+
+    report: GradReport
 
 
 def clip_by_global_norm(

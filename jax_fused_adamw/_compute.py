@@ -121,11 +121,11 @@ def value_and_grad(
         raise TypeError("value_and_grad: compute_dtype must be bfloat16 or float16")
     differentiated = jax.value_and_grad(fun, argnums, has_aux)
     is_single = np.ndim(argnums) == 0
-    places = (int(argnums),) if is_single else tuple(argnums)
+    places = tuple(np.ravel(argnums).tolist())
 
     @functools.wraps(fun)
-    def value_and_grad_of_rounded(*args, compute_params: Any = None, **kwargs):
-        args = list(args)
+    def value_and_grad_of_rounded(*given_args, compute_params: Any = None, **kwargs):
+        args = list(given_args)
         _check_positional(args, places)
         if is_single or compute_params is None:
             given = (compute_params,) * len(places)

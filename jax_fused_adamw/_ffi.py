@@ -37,6 +37,12 @@ class NativeModule:
       reason: why not, in words; None if loaded.
       ffi_api_version: the FFI version that it was compiled against, if known.
       details: what the module says of itself: instruction sets, compiler, driver.
+
+    Examples:
+      >>> import jax_fused_adamw as jfa
+      >>> module = jfa.kernel_info().cpu
+      >>> module.loaded, module.reason
+      (True, None)
     """
 
     platform: str
@@ -57,7 +63,22 @@ class NativeModule:
 
 @dataclasses.dataclass(frozen=True)
 class KernelInfo:
-    """Which native kernels this process can use; see :func:`kernel_info`."""
+    """Which native kernels this process can use; see :func:`kernel_info`.
+
+    Attributes:
+      cpu: the :class:`NativeModule` of processors.
+      cuda: that of NVIDIA GPUs.
+      jaxlib_version: of the running jaxlib, such as ``"0.10.2"``.
+      jaxlib_ffi_api_version: the FFI version that it accepts handlers up to, if known.
+
+    Examples:
+      >>> import jax_fused_adamw as jfa
+      >>> info = jfa.kernel_info()
+      >>> info.cpu.ffi_api_version <= info.jaxlib_ffi_api_version
+      True
+      >>> print(info)  # doctest: +ELLIPSIS
+      jax_fused_adamw on jaxlib ...
+    """
 
     cpu: NativeModule
     cuda: NativeModule
@@ -81,13 +102,10 @@ def _running_ffi_api_version() -> tuple[int, int] | None:
         text = header.read_text()
     except OSError:
         return None
-    numbers = [
-        re.search(rf"#define XLA_FFI_API_{part} (\d+)", text)
-        for part in ("MAJOR", "MINOR")
-    ]
-    if None in numbers:
+    parts = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", text))
+    if len(parts) != 2:
         return None
-    return tuple(int(number[1]) for number in numbers)
+    return int(parts["MAJOR"]), int(parts["MINOR"])
 
 
 def _refusal(built: tuple[int, int], running: tuple[int, int] | None) -> str | None:

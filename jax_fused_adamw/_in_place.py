@@ -46,8 +46,23 @@ _STEP: contextvars.ContextVar[_Step | None] = contextvars.ContextVar(
 )
 
 
-@jax.tree_util.register_pytree_node_class
-class InPlaceUpdate:
+class _TeachingType(type):
+    """A class whose name in an error says what to do.
+
+    ``eqx.apply_updates`` maps over the updates with the parameters beside them, which
+    takes an :class:`InPlaceUpdate` apart. The error is JAX's own, about trees that
+    differ, and the class is all of ours that it shows.
+    """
+
+    def __repr__(cls) -> str:
+        return (
+            f"<class 'jax_fused_adamw.{cls.__name__}'> (made by in_place=True, for "
+            "optax.apply_updates(params, updates) alone; elsewhere use "
+            "jax_fused_adamw.step, or leave in_place out)"
+        )
+
+
+class InPlaceUpdate(metaclass=_TeachingType):
     """An update that knows the parameter it was made for and its new value.
 
     ``p + update`` is the new value, without arithmetic, when ``p`` is that very
@@ -55,13 +70,25 @@ class InPlaceUpdate:
     the difference, so whatever maps over it (scaling, logging, a jit boundary) works
     on plain numbers and merely loses the shortcut. The difference is computed when
     it is asked for, and reading it keeps the old parameter alive: a copy.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import jax_fused_adamw as jfa
+      >>> tx, params = jfa.fused_adamw(0.5, in_place=True), {"w": jnp.ones(2)}
+      >>> updates, state = tx.update(params, tx.init(params), params)
+      >>> isinstance(updates["w"], jfa.InPlaceUpdate)
+      True
+      >>> print(optax.apply_updates(params, updates)["w"].round(2))
+      [0.5 0.5]
+      >>> print(jax.tree.leaves(updates)[0].round(2))  # reading costs a copy
+      [-0.5 -0.5]
     """
 
     # `array + update` must come to __radd__: numpy's + yields to None here, and JAX's +
     # yields to what it does not know, so there is no __jax_array__.
     __array_ufunc__ = None
 
-    def __init__(self, old: jax.Array, new: jax.Array, dtype: Any = None):
+    def __init__(self, old: Any, new: Any, dtype: Any = None):
         self._old = old
         self._new = new
         self._dtype = dtype  # of the difference; the parameter's if None
@@ -69,7 +96,16 @@ class InPlaceUpdate:
 
     @property
     def difference(self) -> jax.Array:
-        """``new - old``; -0.0 where the bits agree, so that adding it keeps them."""
+        """``new - old``; -0.0 where the bits agree, so that adding it keeps them.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> import jax_fused_adamw as jfa
+          >>> tx, p = jfa.fused_adamw(0.1, in_place=True), jnp.ones(2)
+          >>> update, _ = tx.update(p, tx.init(p), p, skip_update=True)
+          >>> print(update.difference)
+          [-0. -0.]
+        """
         if self._given_difference is not None:
             return self._given_difference
         # Not kept: it belongs to the trace that asks, which may be a branch of a cond.
@@ -91,15 +127,19 @@ class InPlaceUpdate:
     def __repr__(self) -> str:
         return f"InPlaceUpdate({self.difference!r})"
 
-    def tree_flatten(self):
-        return (self.difference,), None
 
-    @classmethod
-    def tree_unflatten(cls, aux_data, children):
-        del aux_data
-        update = cls(None, None)
-        update._given_difference = children[0]
-        return update
+def _flatten(update: InPlaceUpdate) -> tuple[tuple[Any], None]:
+    return (update.difference,), None
+
+
+def _unflatten(aux_data: None, children: Any) -> InPlaceUpdate:
+    del aux_data
+    update = InPlaceUpdate(None, None)
+    (update._given_difference,) = children
+    return update
+
+
+jax.tree_util.register_pytree_node(InPlaceUpdate, _flatten, _unflatten)
 
 
 def difference(old: jax.Array, new: jax.Array, dtype: Any) -> jax.Array:

@@ -135,6 +135,13 @@ class DynamicLossScale(_Fields):
 
         Raises:
           TypeError: the loss is not floating-point.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp
+          >>> import jax_fused_adamw as jfa
+          >>> loss_scale = jfa.DynamicLossScale(value=1024.0)
+          >>> print(jax.grad(lambda w: loss_scale.scale(3.0 * w))(1.0))
+          3072.0
         """
         loss = jnp.asarray(loss)
         if not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -161,6 +168,14 @@ class DynamicLossScale(_Fields):
         Raises:
           TypeError: neither or both of the two, or one of another kind.
           ValueError: not a scalar.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> import jax_fused_adamw as jfa
+          >>> loss_scale = jfa.DynamicLossScale(value=1024.0)
+          >>> report = jfa.grad_stats({"w": jnp.array([1.0, jnp.inf])})
+          >>> print(loss_scale.update(report).value)
+          512.0
         """
         finite = _finite_operand(report, finite)
         if jnp.shape(finite) != jnp.shape(self.value):
@@ -183,8 +198,9 @@ _CHILDREN = ("value", "finite_steps")
 
 
 def _flatten(loss_scale: DynamicLossScale) -> tuple[tuple[Any, ...], Any]:
-    options = loss_scale._replace(value=None, finite_steps=None)
-    return tuple(getattr(loss_scale, name) for name in _CHILDREN), tuple(options)
+    options = loss_scale._asdict() | dict.fromkeys(_CHILDREN)
+    children = tuple(getattr(loss_scale, name) for name in _CHILDREN)
+    return children, tuple(options.values())
 
 
 def _flatten_with_keys(loss_scale: DynamicLossScale):

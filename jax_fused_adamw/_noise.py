@@ -94,7 +94,7 @@ class LeafNoise(NamedTuple):
     seed: Wide
     step: jax.Array  # uint32: 1-based number of the applied step
     leaf_id: int
-    index: Wide  # of each element in the whole leaf
+    index: Wide  # type: ignore[assignment] # hides tuple.index: of each element in the whole leaf
 
     def for_moments(self) -> tuple[jax.Array, jax.Array]:
         """16 random bits an element, for mu and for nu."""
@@ -107,9 +107,13 @@ class LeafNoise(NamedTuple):
     def _words(self, stream: int) -> jax.Array:
         """Four neighbours share a counter and take one of its words each."""
         low, high = self.index
-        counter = [low >> 2 | high << 30, high >> 2, np.uint32(stream), self.step]
-        counter = [jnp.broadcast_to(x, low.shape) for x in counter]
-        words = philox(counter, self.seed)
+        counter: list[Any] = [
+            low >> 2 | high << 30,
+            high >> 2,
+            np.uint32(stream),
+            self.step,
+        ]
+        words = philox([jnp.broadcast_to(x, low.shape) for x in counter], self.seed)
         lane = low & 3
         return jnp.select([lane == i for i in range(3)], words[:3], words[3])
 

@@ -171,7 +171,7 @@ class UpdateConfig:
 
     def of_leaves(self, leaves: Sequence[int], **changes: Any) -> "UpdateConfig":
         """For a call of some of the leaves."""
-        of_leaf = {
+        of_leaf: dict[str, Any] = {
             name: tuple(getattr(self, name)[i] for i in leaves)
             for name in ("decays", "lr_scales", "leaf_ids", "shard_strides")
             if getattr(self, name)
@@ -185,17 +185,17 @@ class Scalars(NamedTuple):
     count: Any  # int32[]: steps applied before this one
     skip_update: Any  # bool[]
     hyper_bits: Any  # uint32[9, 2]: float64 patterns, low word first
-    traced: Sequence[Any] = ()  # float32[] each, by UpdateConfig.traced
-    norms: Sequence[Any] = ()  # float32[]: norm, scaled_norm, with clip="norm"
-    nonfinite: Sequence[Any] = ()  # int32[]: one, with skip_nonfinite
-    gradient_scale: Sequence[Any] = ()  # float32[]: one, with analyze
-    noise: Sequence[Any] = ()  # uint32[1 + leaves, 2]: one, with noise; see _noise.py
-    skip_counters: Sequence[Any] = ()  # int32[]: skipped, consecutive, with count_step
+    traced: Any = ()  # float32[] each, by UpdateConfig.traced
+    norms: Any = ()  # float32[]: norm, scaled_norm, with clip="norm"
+    nonfinite: Any = ()  # int32[]: one, with skip_nonfinite
+    gradient_scale: Any = ()  # float32[]: one, with analyze
+    noise: Any = ()  # uint32[1 + leaves, 2]: one, with noise; see _noise.py
+    skip_counters: Any = ()  # int32[]: skipped, consecutive, with count_step
 
 
 def listed(scalars: Scalars) -> Scalars:
     """Every field as a list of arrays."""
-    return Scalars(*([x] for x in scalars[:3]), *scalars[3:])
+    return Scalars._make([*([x] for x in scalars[:3]), *scalars[3:]])
 
 
 def field_shapes(config: UpdateConfig) -> Scalars:
@@ -363,7 +363,7 @@ def _scalars_of_leaves(
 def _in_order(results: Sequence[Results], leaves: Sequence[int]) -> Results:
     """The results of parts as those of one call; ``leaves`` are theirs in sequence."""
     places = sorted(range(len(leaves)), key=leaves.__getitem__)
-    kinds = []
+    kinds: list[list[Any]] = []
     for parts in zip(*(part.leaves for part in results), strict=True):
         if not any(parts):
             kinds.append([])
@@ -371,7 +371,7 @@ def _in_order(results: Sequence[Results], leaves: Sequence[int]) -> Results:
         missing = [[None] * len(part.out) for part in results]
         joined = [x for kind in map(_or, parts, missing) for x in kind]
         kinds.append([joined[i] for i in places])
-    return Results(*kinds, counters=results[-1].counters)
+    return Results._make([*kinds, results[-1].counters, ()])
 
 
 def _or(kind: Sequence[Any], missing: Sequence[Any]) -> Sequence[Any]:

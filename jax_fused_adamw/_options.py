@@ -64,8 +64,21 @@ class StepControl(NamedTuple):
     """What a step may be told besides its gradients: data, on the device or not.
 
     As the arguments of the same names of ``update`` and :func:`step`.
+
+    Attributes:
+      gradient_scale: a scalar; the gradients are divided by it once.
+      skip_update: a bool or integer scalar; non-zero skips the step.
+      report: a :class:`GradReport` that takes the place of the step's own analysis.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_fused_adamw as jfa
+      >>> control = jfa.StepControl(gradient_scale=1024.0, skip_update=jnp.array(True))
+      >>> p, state = jfa.adamw_step(jnp.ones(2), jnp.ones(2), control=control)
+      >>> print(p, state.count, state.skipped)
+      [1. 1.] 0 1
     """
 
-    gradient_scale: Any = 1.0  # the gradients are divided by it once
-    skip_update: Any = False  # bool or integer scalar: non-zero skips the step
-    report: GradReport | None = None  # takes the place of the step's own analysis
+    gradient_scale: Any = 1.0
+    skip_update: Any = False
+    report: GradReport | None = None

@@ -118,14 +118,14 @@ def _update_shards(
 ) -> tuple:
     """What one device runs, on its part of every operand."""
     first = config.first_leaf
-    operands, _ = _cut(operands, first + config.num_leaf_operands)
+    kept, _ = _cut(operands, first + config.num_leaf_operands)
     if config.members is not None:
-        config = dataclasses.replace(config, members=operands[first].shape[0])
+        config = dataclasses.replace(config, members=kept[first].shape[0])
     # jnp operations of the plain-JAX rule must not see the outer explicit mesh.
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         if config.has_noise:
-            config, operands = at_their_places(config, shards, operands)
-        return tuple(bind(*operands, config=config))
+            config, kept = at_their_places(config, shards, kept)
+        return tuple(bind(*kept, config=config))
 
 
 def _cut(flat: Sequence, n: int) -> tuple[Sequence, Sequence]:
@@ -158,7 +158,8 @@ def with_partitioning(
 
         def of_shards_x64(*shards):
             # A thread of XLA's runs this, which the caller's jax.enable_x64 misses.
-            with jax.enable_x64(has_float64 or jax.config.jax_enable_x64):
+            is_on = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+            with jax.enable_x64(has_float64 or is_on):
                 return of_shards(*shards)
 
         return mesh, of_shards_x64, *shardings

@@ -145,7 +145,7 @@ def aliases(config: UpdateConfig) -> dict[int, int]:
     if not config.alias:
         return {}
     n, first = config.num_leaves, config.first_leaf
-    pairs = {}
+    pairs: dict[int, int] = {}
     for place, kind in enumerate(config.operand_kinds):
         if kind == "params" and config.write_params:
             kind = "out"

@@ -30,6 +30,8 @@ from jax_fused_adamw._operands import (
 
 _INT32_MAX = 2**31 - 1
 
+_Leaf = Any  # Buffers of one leaf: every kind is an array, or None
+
 
 class _Hyper(NamedTuple):
     """A hyperparameter as an unevaluated sum of two numbers of the arithmetic."""
@@ -68,7 +70,7 @@ class _Step(NamedTuple):
     one_minus_ema_decay: jax.Array
     skip: jax.Array
     number: jax.Array  # int32: that of the step, 1-based
-    noise: jax.Array | None  # uint32[..., 1 + leaves, 2], with noise
+    noise: Any  # uint32[..., 1 + leaves, 2] with noise, else None
 
 
 def reference_update(
@@ -77,7 +79,9 @@ def reference_update(
     """Same operands and results as the native update call."""
     step = _make_step(config, scalars)
     leaves = [
-        _update_leaf(config, step, i, Buffers(*(x[i] if x else None for x in buffers)))
+        _update_leaf(
+            config, step, i, Buffers._make(x[i] if x else None for x in buffers)
+        )
         for i in range(config.num_leaves)
     ]
     kinds = {
@@ -140,7 +144,7 @@ def _make_step(config: UpdateConfig, scalars: Scalars) -> _Step:
     )
 
 
-def gradient_divisor(gradient_scale: jax.Array) -> jax.Array:
+def gradient_divisor(gradient_scale: np.float32 | jax.Array) -> jax.Array:
     """What gradients are divided by: NaN for a scale that float32 has no place for."""
     rounded = gradient_scale.astype(jnp.float32)
     valid = (rounded > 0) & jnp.isfinite(rounded)
@@ -226,15 +230,14 @@ def _power_of_two(exponent: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(biased << 23, jnp.float32)
 
 
-def _update_leaf(config: UpdateConfig, step: _Step, i: int, leaf: Buffers) -> Results:
-    """Of one leaf: every kind is an array, or None."""
+def _update_leaf(config: UpdateConfig, step: _Step, i: int, leaf: _Leaf) -> Results:
     param = leaf.params
 
     def per_member(scalar: jax.Array) -> jax.Array:
         return scalar.reshape(scalar.shape + (1,) * (param.ndim - scalar.ndim))
 
-    *scalars, noise = step
-    s = _Step(*(per_member(x) if x.ndim else x for x in scalars), noise)
+    *scalars, rows = step
+    s = _Step._make([*(per_member(x) if x.ndim else x for x in scalars), rows])
     if config.zero_moments:
         zeros = [jnp.zeros_like(param, dtype) for dtype in _moment_dtypes(config)]
         leaf = leaf._replace(**dict(zip(config.moment_kinds, zeros)))
@@ -247,7 +250,8 @@ def _update_leaf(config: UpdateConfig, step: _Step, i: int, leaf: Buffers) -> Re
     kept = leaf._asdict() | {"out": param}
     if not config.write_params:
         kept["out"] = jnp.array(-0.0, param.dtype)
-    return Results(**{k: jnp.where(s.skip, kept[k], x) for k, x in new.items()})
+    stored: dict[str, Any] = {k: jnp.where(s.skip, kept[k], x) for k, x in new.items()}
+    return Results(**stored)
 
 
 def _with_scaled_learning_rate(config: UpdateConfig, s: _Step, scale: float) -> _Step:
@@ -265,7 +269,7 @@ def _moment_dtypes(config: UpdateConfig) -> list[str]:
 
 
 def _update_and_moments(
-    config: UpdateConfig, s: _Step, decays: bool, leaf: Buffers
+    config: UpdateConfig, s: _Step, decays: bool, leaf: _Leaf
 ) -> tuple[jax.Array, list[jax.Array]]:
     """From the moments as they are stored; the moments not rounded yet."""
     read = (leaf.params, leaf.grads, leaf.mu, leaf.nu)
@@ -298,8 +302,8 @@ def _store_moments(
     config: UpdateConfig, moments: list[jax.Array], noise: LeafNoise | None
 ) -> dict[str, jax.Array]:
     # The maximum to nearest: one of noisy values would creep upwards.
-    bits = (None, None, None)
-    if config.stochastic_moments:
+    bits: tuple[Any, ...] = (None, None, None)
+    if noise is not None and config.stochastic_moments:
         bits = (*noise.for_moments(), None)
     stored = map(_stored, moments, _moment_dtypes(config), bits)
     return dict(zip(config.moment_kinds, stored))
@@ -308,17 +312,17 @@ def _store_moments(
 def _store_params(
     config: UpdateConfig,
     s: _Step,
-    leaf: Buffers,
+    leaf: _Leaf,
     update: jax.Array,
     noise: LeafNoise | None,
 ) -> dict[str, jax.Array]:
     """``out``, and what follows from the new parameters: copies and average."""
     param = leaf.params
     p = param.astype(config.real)
-    new = {}
+    new: dict[str, jax.Array] = {}
     if config.write_params:
         is_noisy = config.stochastic_params and param.dtype == jnp.bfloat16
-        bits = noise.for_params() if is_noisy else None
+        bits = noise.for_params() if noise is not None and is_noisy else None
         new_param = new["out"] = _stored(p + update, param.dtype, bits)
     else:
         new["out"] = update.astype(param.dtype)

@@ -32,8 +32,8 @@ class Shard(NamedTuple):
             spec, shape = spec[1:], shape[1:]
         devices = [math.prod(mesh.shape[a] for a in spec_axes(axes)) for axes in spec]
         # The last part may be shorter, and XLA then fills it up.
-        shard = [-(-size // n) for size, n in zip(shape, devices)]
-        shard = (*shard, *shape[len(shard) :])
+        parts = [-(-size // n) for size, n in zip(shape, devices)]
+        shard = (*parts, *shape[len(parts) :])
         strides = shard_strides(shape, shard)
         if strides is None:
             raise NotImplementedError(

@@ -39,7 +39,7 @@ def zeros_like(
         zeros = _placed_zeros(dtypes)(*map(jax.lax.stop_gradient, leaves))
     else:
         zeros = map(jnp.zeros_like, leaves, dtypes)
-    return treedef.unflatten(zeros)
+    return jax.tree.unflatten(treedef, zeros)
 
 
 @functools.cache

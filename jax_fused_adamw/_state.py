@@ -26,18 +26,40 @@ class FusedAdamWState(NamedTuple):
     Of a tree of several dtypes, ``master`` and ``compute`` therefore lack leaves that
     ``params`` has: map over both with ``is_leaf=lambda x: x is None``
     (``optax.tree.map_params`` likewise), or use :func:`state_shardings`.
+
+    Attributes:
+      count: int32[], applied steps, saturating.
+      mu: the first moment, leaves of ``mu_dtype`` in the parameters' shapes.
+      nu: the second moment, leaves of ``nu_dtype``.
+      nu_max: with ``amsgrad`` its running maximum, leaves of ``nu_dtype``.
+      master: with ``master_weights`` the float32 masters of low-precision parameters.
+      ema: with ``ema_decay`` the average of the parameters, float32 leaves.
+      skipped: int32[], skipped steps, saturating.
+      consecutive: int32[], steps skipped since the last applied one.
+      report: the :class:`GradReport` of the last step, where gradients are analysed.
+      compute: with ``compute_dtype`` the copies of float32 parameters.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> import jax_fused_adamw as jfa
+      >>> tx = jfa.fused_adamw(0.1, mu_dtype=jnp.bfloat16, ema_decay=0.99)
+      >>> state = tx.init({"w": jnp.ones(2)})
+      >>> state.mu["w"].dtype, state.nu["w"].dtype, state.nu_max
+      (dtype(bfloat16), dtype('float32'), None)
+      >>> print(state.count, optax.tree.get(state, "ema")["w"])
+      0 [1. 1.]
     """
 
-    count: jax.Array  # int32[]: applied steps, saturating
-    mu: Any  # leaves of mu_dtype: first moment
-    nu: Any  # leaves of nu_dtype: second moment
-    nu_max: Any  # leaves of nu_dtype with amsgrad: the running maximum
-    master: Any  # float32 leaves of low-precision parameters, with master_weights
-    ema: Any  # float32 leaves with ema_decay: average of the parameters
-    skipped: jax.Array  # int32[]: skipped steps, saturating
-    consecutive: jax.Array  # int32[]: steps skipped since the last applied one
-    report: Any  # GradReport of the last step, where gradients are analysed
-    compute: Any  # leaves of compute_dtype: copies of float32 parameters
+    count: jax.Array  # type: ignore[assignment] # hides tuple.count
+    mu: Any
+    nu: Any
+    nu_max: Any
+    master: Any
+    ema: Any
+    skipped: jax.Array
+    consecutive: jax.Array
+    report: Any
+    compute: Any
 
 
 def init_state(options: Options, params: Any) -> FusedAdamWState:

@@ -50,11 +50,23 @@ class GradReport(NamedTuple):
     A tree with a NaN has ``norm`` and ``max_abs`` NaN, one with an infinity but no NaN
     has them infinite. A finite tree whose norm exceeds float32 reports the largest
     float32. Of no elements all three are zero.
+
+    Attributes:
+      norm: float32[], the global L2 norm.
+      max_abs: float32[], the largest magnitude.
+      nonfinite: int32[], the number of NaN and infinite elements, saturating.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_fused_adamw as jfa
+      >>> report = jfa.grad_stats({"w": jnp.array([3.0, jnp.inf])})
+      >>> print(*report)
+      inf inf 1
     """
 
-    norm: jax.Array  # float32[]: global L2 norm
-    max_abs: jax.Array  # float32[]: largest magnitude
-    nonfinite: jax.Array  # int32[]: number of NaN and infinite elements, saturating
+    norm: jax.Array
+    max_abs: jax.Array
+    nonfinite: jax.Array
 
 
 class Analysis(NamedTuple):
@@ -294,7 +306,8 @@ def _reports_across(
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, axes in enumerate(axes_of_leaves):
         groups.setdefault(axes, []).append(i)
-    totals, of_leaves = [], {}
+    totals: list[jax.Array] = []
+    of_leaves: dict[int, jax.Array] = {}
     for axes, leaves in groups.items():
         local = Reports(*analyze_local(scale, *(grads[i] for i in leaves)))
         rows = _all_rows(local.rows, axes)  # [..., reports, devices, 3]

@@ -44,12 +44,24 @@ class StatsPlan:
 
     @property
     def fan_in(self) -> int:
-        """Rows that one merge takes at most."""
+        """Rows that one merge takes at most.
+
+        Examples:
+          >>> import jax_fused_adamw as jfa
+          >>> jfa.StatsPlan(5000).fan_in
+          1024
+        """
         return FAN_IN
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Row counts after each merge but the last, which leaves the report."""
+        """Row counts after each merge but the last, which leaves the report.
+
+        Examples:
+          >>> import jax_fused_adamw as jfa
+          >>> jfa.StatsPlan(5000).levels
+          (5,)
+        """
         levels = []
         rows = self.rows
         while rows > FAN_IN:
@@ -59,10 +71,22 @@ class StatsPlan:
 
     @property
     def scratch_elements(self) -> int:
-        """Float32 elements for the levels; first rows and the report left out."""
+        """Float32 elements for the levels; first rows and the report left out.
+
+        Examples:
+          >>> import jax_fused_adamw as jfa
+          >>> jfa.StatsPlan(5000).scratch_elements  # 5 rows of 3
+          15
+        """
         return ROW_ELEMENTS * sum(self.levels)
 
     @property
     def scratch_bytes(self) -> int:
-        """The same in bytes."""
+        """The same in bytes.
+
+        Examples:
+          >>> import jax_fused_adamw as jfa
+          >>> jfa.StatsPlan(5000).scratch_bytes
+          60
+        """
         return 4 * self.scratch_elements

@@ -159,13 +159,13 @@ def reference_analyze(gradient_scale, *grads, members, chunk, per_leaf):
     """The same in plain JAX: all of a leaf in its first row, its others zero."""
     leading = _leading(members)
     divisor = gradient_divisor(gradient_scale)
-    rows = [
+    parts = [
         _reference_row(grad, divisor, len(leading), num_rows(size, chunk))
         for grad, size in zip(grads, member_sizes(grads, members), strict=True)
         if size
     ]
     empty = jnp.zeros((*leading, 0, ROW_ELEMENTS), jnp.uint32)
-    rows = jnp.concatenate([empty, *rows], axis=-2)
+    rows = jnp.concatenate([empty, *parts], axis=-2)
     segments = segments_of(grads, members, chunk, per_leaf)
     return [*reference_merge(rows, segments=segments, members=members), rows]
 
@@ -183,8 +183,8 @@ def _reference_row(grad, divisor, leading: int, rows: int):
     nonfinite = (bits >= _INFINITY_BITS).sum(axis=axes, dtype=jnp.uint32)
     scaled = x * spread(inverse_scale(max_bits))
     total = jnp.where(max_bits < _INFINITY_BITS, jnp.square(scaled).sum(axis=axes), 0.0)
-    row = [lax.bitcast_convert_type(total, jnp.uint32), max_bits, nonfinite]
-    row = jnp.stack(row, axis=-1)[..., None, :]
+    words = [lax.bitcast_convert_type(total, jnp.uint32), max_bits, nonfinite]
+    row = jnp.stack(words, axis=-1)[..., None, :]
     return jnp.pad(row, [(0, 0)] * (row.ndim - 2) + [(0, rows - 1), (0, 0)])
 
 

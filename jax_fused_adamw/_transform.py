@@ -55,7 +55,24 @@ from jax_fused_adamw._weights import (
 
 
 class FusedAdamW(optax.GradientTransformationExtraArgs):
-    """What ``fused_adamw`` returns: an optax transformation with a ``step``."""
+    """What :func:`fused_adamw` returns: an optax transformation with a :meth:`step`.
+
+    Attributes:
+      init: ``params`` to the :class:`FusedAdamWState` before the first step.
+      update: ``(grads, state, params, **extra_args)`` to updates and the new state;
+        the extra arguments are those of a :class:`StepControl`.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> import jax_fused_adamw as jfa
+      >>> tx = jfa.fused_adamw(0.5)
+      >>> isinstance(tx, optax.GradientTransformationExtraArgs)
+      True
+      >>> params = {"w": jnp.ones(2)}
+      >>> updates, state = tx.update(params, tx.init(params), params)
+      >>> print(updates["w"].round(2), state.count)
+      [-0.5 -0.5] 1
+    """
 
     def step(
         self,
@@ -64,7 +81,29 @@ class FusedAdamW(optax.GradientTransformationExtraArgs):
         params: optax.Params,
         **extra_args: Any,
     ) -> tuple[optax.Params, FusedAdamWState]:
-        """:func:`jax_fused_adamw.step` of this transformation."""
+        """:func:`jax_fused_adamw.step` of this transformation.
+
+        Args:
+          grads: gradients, with the tree of ``params``.
+          state: what ``init`` or the previous step returned.
+          params: the current parameters.
+          **extra_args: ``skip_update``, ``gradient_scale`` and ``report``.
+
+        Returns:
+          The new parameters and the new state, in the buffers of the old ones where
+          these are donated to the enclosing ``jax.jit``.
+
+        Raises:
+          ValueError, TypeError: as ``update`` does.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> import jax_fused_adamw as jfa
+          >>> tx, params = jfa.fused_adamw(0.1), {"w": jnp.ones(2)}
+          >>> params, state = tx.step(params, tx.init(params), params)
+          >>> print(params["w"].round(4), state.count)
+          [0.9 0.9] 1
+        """
         return _in_place.step(self, grads, state, params, **extra_args)
 
 
@@ -137,7 +176,7 @@ def fused_step(
     _checks.check_params(params)
     _checks.check_grads(grads, params)
     zero_moments = state is None
-    if zero_moments:
+    if state is None:
         state = init_state(options, None)._replace(**copies_of(options, params))
     else:
         check_state(options, state, params)
@@ -252,7 +291,7 @@ def _new_trees(
 
     def tree(name: str) -> Any:
         like = _checks.params_with(name, step.params)
-        return jax.tree.structure(like).unflatten(leaves[name])
+        return jax.tree.unflatten(jax.tree.structure(like), leaves[name])
 
     count, skipped, consecutive = results.counters
     new_state = step.state._replace(
@@ -262,7 +301,7 @@ def _new_trees(
         report=None if analysis is None else analysis.report,
         **{name: tree(name) for name in options.state_dtypes},
     )
-    return jax.tree.structure(step.params).unflatten(new.out), new_state
+    return jax.tree.unflatten(jax.tree.structure(step.params), new.out), new_state
 
 
 def _hyperparams(

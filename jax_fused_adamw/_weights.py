@@ -86,8 +86,8 @@ def make_buffers(
         copies.append(param if plan.has_master else compute if plan.has_copy else None)
     if not any(plan.has_copy for plan in plans):
         copies = []
-    moments = map(leaves, (state.mu, state.nu, state.nu_max))
-    return Buffers(updated, leaves(grads), *moments, copies, leaves(state.ema))
+    mu, nu, nu_max = map(leaves, (state.mu, state.nu, state.nu_max))
+    return Buffers(updated, leaves(grads), mu, nu, nu_max, copies, leaves(state.ema))
 
 
 class NewWeights(NamedTuple):

@@ -78,6 +78,18 @@ class TrainState(train_state.TrainState):
 
         Raises:
           ValueError, TypeError: as :func:`jax_fused_adamw.step` does.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> import jax_fused_adamw as jfa
+          >>> import jax_fused_adamw.flax
+          >>> params = {"w": jnp.ones(2)}
+          >>> state = jfa.flax.TrainState.create(
+          ...   apply_fn=None, params=params, tx=jfa.fused_adamw(0.1))
+          >>> state = state.apply_gradients(grads=params)
+          >>> state = state.apply_gradients(grads=params, skip_update=True)
+          >>> print(state.params["w"].round(4), state.step, state.opt_state.count)
+          [0.9 0.9] 2 1
         """
         given = {
             "skip_update": skip_update,

@@ -30,6 +30,12 @@ def test_versions_agree():
     assert importlib.metadata.version("jax_fused_adamw") == jfa.__version__
 
 
+def test_type_checkers_may_read_the_package():
+    import jax_fused_adamw as jfa
+
+    assert pathlib.Path(jfa.__file__).with_name("py.typed").exists()
+
+
 STEP = """
 import shutil
 assert shutil.which("cc") is None and shutil.which("g++") is None
@@ -57,6 +63,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     assert all(n.startswith(("jax_fused_adamw/", "jax_fused_adamw-")) for n in names)
     assert not [n for n in names if n.endswith((".cc", ".h", ".cu", ".cuh", ".inl"))]
     assert any(n.endswith(".abi3.so") for n in names) == STABLE_ABI
+    assert "jax_fused_adamw/py.typed" in names
 
 
 @pytest.mark.slow
