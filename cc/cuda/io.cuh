@@ -115,11 +115,11 @@ __device__ __forceinline__ void StoreWords(void* array, const AnySpan& span,
   if (span.vectorised) {
     __stcg(reinterpret_cast<uint4*>(p),
            make_uint4(raw.word[0], raw.word[1], raw.word[2], raw.word[3]));
-    return;
-  }
+  } else {
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    if (i < span.left) __stcg(p + i, raw.word[i]);
+    for (int i = 0; i < kVector; ++i) {
+      if (i < span.left) __stcg(p + i, raw.word[i]);
+    }
   }
 }
 
@@ -129,11 +129,11 @@ __device__ __forceinline__ void StoreHalfWords(void* array, const AnySpan& span,
   Word16* p = static_cast<Word16*>(array) + span.begin;
   if (span.vectorised) {
     __stcg(reinterpret_cast<uint2*>(p), make_uint2(raw.word[0], raw.word[1]));
-    return;
-  }
+  } else {
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    if (i < span.left) __stcg(p + i, static_cast<Word16>(raw.word[i / 2] >> (16 * (i % 2))));
+    for (int i = 0; i < kVector; ++i) {
+      if (i < span.left) __stcg(p + i, static_cast<Word16>(raw.word[i / 2] >> (16 * (i % 2))));
+    }
   }
 }
 
@@ -145,11 +145,11 @@ __device__ __forceinline__ void StoreDoubleWords(void* array, const AnySpan& spa
     uint4* const pairs = reinterpret_cast<uint4*>(p);
     __stcg(pairs, make_uint4(raw.word[0], raw.word[1], raw.word[2], raw.word[3]));
     __stcg(pairs + 1, make_uint4(raw.word[4], raw.word[5], raw.word[6], raw.word[7]));
-    return;
-  }
+  } else {
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    if (i < span.left) __stcg(p + i, DoubleBits(raw, i));
+    for (int i = 0; i < kVector; ++i) {
+      if (i < span.left) __stcg(p + i, DoubleBits(raw, i));
+    }
   }
 }
 

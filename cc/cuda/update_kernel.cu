@@ -66,8 +66,8 @@ __device__ __forceinline__ void SetScalars(const Arguments& args, const ChunkPla
   const int thread = static_cast<int>(threadIdx.x);
   if (thread < kNumHyper) {
     args.step.template SetTerms<Kernel::kNesterov>(thread, hyper.raw, hyper.count,
-                                                   args.options.maximize,
-                                                   args.LrScale(place.leaf), &shared->terms);
+                                                   args.options.maximize, args.LrScale(place.leaf),
+                                                   &shared->terms);
   }
   if (args.options.clip != Clip::kOff && thread == kClipThread) {
     shared->clip = args.step.template ReadClip<Real>(args.options.clip, place.chunk.member);
