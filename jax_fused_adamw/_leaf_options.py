@@ -47,7 +47,7 @@ def check_lr_scale_values(tree: Any) -> None:
                 f"fused_adamw: {name} must be a real number, got {value!r} of type "
                 f"{type(value).__name__}{advice}"
             )
-        if not 0 <= value <= float(np.finfo(np.float32).max):
+        if not 0 <= float(value) <= float(np.finfo(np.float32).max):
             raise ValueError(
                 f"fused_adamw: {name} must be a scale >= 0 and finite in float32, got "
                 f"{value!r}"

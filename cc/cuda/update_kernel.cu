@@ -56,13 +56,12 @@ struct SharedScalars {
   BlockNoise noise;
 };
 
-// Each by a warp of its own, beside the others' work.
-constexpr int kClipThread = 32;
-constexpr int kNoiseThread = 64;
-
 template <typename Kernel, typename Arguments, typename AnySpan, typename Real>
 __device__ __forceinline__ void SetScalars(const Arguments& args, const ChunkPlace<AnySpan>& place,
                                            const HyperInput& hyper, SharedScalars<Real>* shared) {
+  // Each by a warp of its own, beside the others' work.
+  constexpr int kClipThread = 32;
+  constexpr int kNoiseThread = 64;
   const int thread = static_cast<int>(threadIdx.x);
   if (thread < kNumHyper) {
     args.step.template SetTerms<Kernel::kNesterov>(thread, hyper.raw, hyper.count,
