@@ -24,6 +24,8 @@ class DecayReport(NamedTuple):
       num_parameters: of each leaf, its elements.
 
     Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_fused_adamw as jfa
       >>> params = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
       >>> tx = jfa.fused_adamw(1e-3, mask={"w": True, "b": False})
       >>> print(jfa.decay_report(tx, params))
