@@ -29,9 +29,9 @@ class DecayReport(NamedTuple):
       >>> params = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
       >>> tx = jfa.fused_adamw(1e-3, mask={"w": True, "b": False})
       >>> print(jfa.decay_report(tx, params))
-      leaf     parameters  decays  lr_scale
-      ['b']             2  no      1
-      ['w']             6  yes     1
+      leaf         parameters  decays  lr_scale
+      params['b']           2  no      1
+      params['w']           6  yes     1
       decayed: 1 of 2 leaves, 6 parameters
       not_decayed: 1 of 2 leaves, 2 parameters
       others: 0 of 2 leaves, 0 parameters
