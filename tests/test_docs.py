@@ -61,6 +61,8 @@ def test_docstring(name):
     "name",
     [
         "DynamicLossScale",
+        "FusedAdamW",
+        "FusedAdamWState",
         "StatsPlan",
         "accumulate",
         "adamw_step",
