@@ -117,8 +117,8 @@ class FusedAdamW(optax.GradientTransformationExtraArgs):
           saved: what :meth:`options` returned; None for a state that was saved without
             them.
           changed: names of options that are meant to differ, for example
-            ``("learning_rate",)``. Those that decide what the state holds are checked
-            again with it.
+            ``("learning_rate",)``; never ``amsgrad``, whose state cannot be converted.
+            What the others change of the state is checked with it.
 
         Returns:
           The names of options that could not be compared: schedules, mask functions,

@@ -33,6 +33,8 @@ def test_public_names_are_the_documented_ones():
         "adamw_step",
         "clip_by_global_norm",
         "compute_params",
+        "from_optax",
+        "from_torch",
         "fused_adamw",
         "grad_stats",
         "kernel_info",
@@ -41,6 +43,8 @@ def test_public_names_are_the_documented_ones():
         "resync",
         "state_shardings",
         "step",
+        "to_optax",
+        "to_torch",
         "value_and_grad",
     }
 
@@ -67,6 +71,8 @@ def test_docstring(name):
         "accumulate",
         "adamw_step",
         "compute_params",
+        "from_optax",
+        "from_torch",
         "fused_adamw",
         "kernel_info",
         "master_mismatch",
@@ -74,6 +80,8 @@ def test_docstring(name):
         "resync",
         "state_shardings",
         "step",
+        "to_optax",
+        "to_torch",
         "value_and_grad",
     ],
 )

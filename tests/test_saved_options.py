@@ -74,7 +74,8 @@ def test_each_option_round_trips_and_a_change_is_refused_by_name(name):
             refuses.check_options(given)
         assert repr(value) in str(error.value)
     changed = [name, *IMPLIED.get(name, [])]
-    assert tx.check_options(saved(**base), changed=changed) == ()
+    if name != "amsgrad":
+        assert tx.check_options(saved(**base), changed=changed) == ()
 
 
 def test_what_acts_is_recorded():
@@ -96,6 +97,8 @@ def test_what_acts_is_recorded():
 def test_the_two_kinds_of_amsgrad_differ():
     with pytest.raises(ValueError, match="amsgrad was True and is 'optax'"):
         make(amsgrad="optax").check_options(saved(amsgrad=True))
+    with pytest.raises(ValueError, match="changed names 'amsgrad'"):
+        make(amsgrad="optax").check_options(saved(amsgrad=True), changed="amsgrad")
 
 
 def test_what_cannot_be_compared_is_told():
@@ -153,7 +156,7 @@ def test_other_versions_are_refused(version):
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="saved options names 'momentum'"):
+    with pytest.raises(ValueError, match="saved options name 'momentum'"):
         make().check_options(saved() | {"momentum": 1})
     with pytest.raises(ValueError, match="changed names 'lr'"):
         make().check_options(saved(), changed=["lr"])
@@ -163,7 +166,7 @@ def test_unknown_names_are_refused():
 def test_options_of_another_state_are_refused_by_the_step():
     """`changed` lets an option differ, not a state that does not fit."""
     params = {"w": jnp.ones(2)}
-    tx = make(amsgrad=True)
-    assert tx.check_options(saved(), changed=["amsgrad"]) == ()
-    with pytest.raises(ValueError, match="no nu_max"):
+    tx = make(ema_decay=0.5)
+    assert tx.check_options(saved(), changed=["ema_decay"]) == ()
+    with pytest.raises(ValueError, match="no ema"):
         tx.step(params, make().init(params), params)
