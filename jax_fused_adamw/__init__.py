@@ -28,6 +28,8 @@ from jax_fused_adamw._state import FusedAdamWState as FusedAdamWState
 from jax_fused_adamw._stats import GradReport as GradReport
 from jax_fused_adamw._stats import grad_stats as grad_stats
 from jax_fused_adamw._stats_plan import StatsPlan as StatsPlan
+from jax_fused_adamw._training_record import Restored as Restored
+from jax_fused_adamw._training_record import TrainingRecord as TrainingRecord
 from jax_fused_adamw._transform import FusedAdamW as FusedAdamW
 
 __version__ = "0.1.0"
