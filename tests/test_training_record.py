@@ -1,5 +1,10 @@
 """A run saved whole and resumed: the bits of one that was never stopped."""
 
+import json
+import os
+import pathlib
+import signal
+import subprocess
 import sys
 
 import jax
@@ -250,3 +255,25 @@ def test_without_orbax_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(ImportError, match=r"jax_fused_adamw\[checkpoints\]"):
         jfa.TrainingRecord(tmp_path)
+
+
+def test_killed_at_any_moment_it_resumes_from_a_complete_step(tmp_path):
+    """Twenty kills of a loop that does little but save, at moments from a seed."""
+    script = pathlib.Path(__file__).with_name("saving_process.py")
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "run", "20"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    ends = json.loads(done.stdout.splitlines()[-1])
+    steps, statuses, half_written = zip(*ends, strict=True)
+    assert statuses == (signal.SIGKILL,) * 20 + (0,), done.stderr
+    # Nothing that was complete is lost, and the run gets on.
+    assert steps[0] == 0 and list(steps) == sorted(steps) and steps[-1] > 10
+    assert sum(map(bool, half_written)) >= 5
+    assert not half_written[-1]
+    with jfa.TrainingRecord(tmp_path / "run") as record:
+        assert record.latest_step() == steps[-1] + 1
