@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -277,3 +278,28 @@ def test_killed_at_any_moment_it_resumes_from_a_complete_step(tmp_path):
     assert not half_written[-1]
     with jfa.TrainingRecord(tmp_path / "run") as record:
         assert record.latest_step() == steps[-1] + 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_checkpoint_cut_short_is_an_error_or_whole(tmp_path):
+    """Each file in turn lacks its last byte: never other data, no good one deleted."""
+    like = saved(tmp_path / "good")
+    outcomes = []
+    for path in sorted((tmp_path / "good").rglob("*")):
+        if path.is_dir() or not path.stat().st_size:
+            continue
+        folder = tmp_path / str(len(outcomes))
+        shutil.copytree(tmp_path / "good", folder)
+        copy = folder / path.relative_to(tmp_path / "good")
+        os.truncate(copy, copy.stat().st_size - 1)
+        with jfa.TrainingRecord(folder) as record:
+            assert record.latest_step() == 1
+            try:
+                tree = record.restore(like).tree
+            except Exception:  # of whatever kind orbax raises
+                outcomes.append("error")
+            else:
+                assert_same_bits(tree["state"], like["state"])
+                outcomes.append("whole")
+        assert copy.exists()
+    assert "error" in outcomes
