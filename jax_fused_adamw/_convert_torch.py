@@ -15,6 +15,7 @@ from jax_fused_adamw._options import Options, options_of
 from jax_fused_adamw._saved_options import recorded
 from jax_fused_adamw._state import FusedAdamWState, check_state
 
+_SCALAR = jax.ShapeDtypeStruct((), np.float32)
 _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq", "nu_max": "max_exp_avg_sq"}
 
 
@@ -42,7 +43,9 @@ def from_torch(
 
     Args:
       state_dict: with NumPy arrays, or what ``numpy.asarray`` takes: CPU tensors of
-        float32 or float64. Of ``torch.optim.Adam`` only without weight decay.
+        float32 or float64. Of ``torch.optim.Adam`` only without weight decay; of
+        apex's ``FusedAdam`` only with its defaults ``adam_w_mode`` and
+        ``bias_correction``, of which the dict does not have the first.
       params: the parameters, as they are to be trained on here.
       tx: the :func:`fused_adamw` that is to go on. ``amsgrad=True`` is PyTorch's.
       paths: the parameter of each of PyTorch's numbers, in the order of its
@@ -244,6 +247,11 @@ def _groups_of(state_dict: Any, num_params: int) -> Iterator[Mapping[str, Any]]:
                 f"fused_adamw: param_groups[{number}] is of torch.optim.Adam, whose "
                 "weight decay is added to the gradient; expected torch.optim.AdamW"
             )
+        if not group.get("bias_correction", True):
+            raise ValueError(
+                f"fused_adamw: param_groups[{number}] has bias_correction=False, which "
+                "has no equal here"
+            )
         yield group
 
 
@@ -254,11 +262,15 @@ def _entries_of(
     order: list[int],
 ) -> dict[str, Any]:
     """PyTorch's state of each parameter, or None, by our names and in our order."""
-    numbers = [number for group in groups for number in group["params"]]
-    of_leaf = dict(zip(order, numbers, strict=True))
+    entries = []
+    for group in groups:
+        step = {"step": group["step"]} if "step" in group else {}  # apex keeps it here
+        found = map(state.get, group["params"])
+        entries += [None if entry is None else step | dict(entry) for entry in found]
+    of_leaf = dict(zip(order, entries, strict=True))
     paths_and_params = jax.tree_util.tree_leaves_with_path(params)
     return {
-        _checks.leaf_name("params", path): state.get(of_leaf[leaf])
+        _checks.leaf_name("params", path): of_leaf[leaf]
         for leaf, (path, _) in enumerate(paths_and_params)
     }
 
@@ -266,7 +278,7 @@ def _entries_of(
 def _count_of(entries: Mapping[str, Any]) -> int:
     """The step that all parameters are at; 0 where none has a state yet."""
     steps = {
-        name: None if entry is None else float(_array(entry["step"], "step"))
+        name: None if entry is None else float(_moment(name, entry, "step", _SCALAR))
         for name, entry in entries.items()
     }
     if set(steps.values()) <= {None}:

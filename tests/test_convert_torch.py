@@ -274,6 +274,9 @@ def test_other_state_dicts_are_refused(run):
         convert(run, good | {"state": half})
     with pytest.raises(ValueError, match=r"bias.* is at step None"):
         convert(run, good | {"state": {0: good["state"][0]}})
+    without = {i: {"exp_avg": x["exp_avg"]} for i, x in good["state"].items()}
+    with pytest.raises(ValueError, match=r"no step of params\['bias'\]"):
+        convert(run, good | {"state": without})
     lacking = {i: {"step": x["step"]} for i, x in good["state"].items()}
     with pytest.raises(ValueError, match=r"no exp_avg of params\['bias'\]"):
         convert(run, good | {"state": lacking})
@@ -283,6 +286,17 @@ def test_an_optimizer_that_has_taken_no_step(run):
     fresh = state_dict_at(run, "saved") | {"state": {}}
     params = params_at(run, "saved")
     assert_same_bits(convert(run, fresh), make(run).init(params))
+
+
+def test_apex_keeps_the_step_in_its_groups(run):
+    good = state_dict_at(run, "saved")
+    state = {i: {k: x[k] for k in x if k != "step"} for i, x in good["state"].items()}
+    groups = [group | {"step": 3, "bias_correction": True} for group in run[0]]
+    apex = {"state": state, "param_groups": groups}
+    assert_same_bits(convert(run, apex), convert(run))
+    groups[1]["bias_correction"] = False
+    with pytest.raises(ValueError, match=r"param_groups\[1\] has bias_correction"):
+        convert(run, apex)
 
 
 def test_moments_in_other_dtypes(run):
