@@ -192,11 +192,12 @@ def _check_has_equal(ours: Mapping[str, Any]) -> None:
     """Raises ValueError for a rule that PyTorch does not have."""
     wrong = [name for name, theirs in _ONLY_OURS.items() if ours[name] != theirs]
     wrong += ["amsgrad"] if ours["amsgrad"] == "optax" else []
-    for name in wrong:
+    if wrong:
+        told = ", ".join(f"{name}={ours[name]!r}" for name in wrong)
         reason = ", whose maxima of corrected moments have no equal there"
         raise ValueError(
-            f"fused_adamw: PyTorch's AdamW cannot go on with {name}={ours[name]!r}"
-            f"{reason if name == 'amsgrad' else ''}"
+            f"fused_adamw: PyTorch's AdamW cannot go on with {told}"
+            f"{reason if 'amsgrad' in wrong else ''}"
         )
 
 

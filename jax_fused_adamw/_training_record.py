@@ -72,16 +72,19 @@ class TrainingRecord:
         tx: FusedAdamW | Mapping[str, FusedAdamW] | None = None,
         manager_options: Any = None,
     ):
-        named = tx if isinstance(tx, Mapping) else {} if tx is None else {"": tx}
+        is_one = not isinstance(tx, Mapping)
+        named = tx if not is_one else {} if tx is None else {"tx": tx}
         for name, optimizer in named.items():
             if not isinstance(optimizer, FusedAdamW):
-                where = f"tx[{name!r}]" if name else "tx"
+                where = "tx" if is_one else f"tx[{name!r}]"
                 raise TypeError(
                     f"TrainingRecord: expected {where} as jfa.fused_adamw made it, got "
                     f"{type(optimizer).__name__}; of a wrapper (accumulate, chain) "
                     "pass the one inside"
                 )
         self._optimizers = dict(named)
+        # Of the names of their options.
+        self._prefixes = {name: "" if is_one else f"{name}." for name in named}
         path = os.fspath(directory)
         # orbax takes absolute paths only; a bucket's address is one already.
         path = path if "://" in path else os.path.abspath(path)
@@ -139,10 +142,8 @@ class TrainingRecord:
                 f"steps {list(self.manager.all_steps())}"
             )
         args = _orbax().args
-        about = self.manager.restore(
-            step, args=args.Composite(about=args.JsonRestore())
-        )
-        not_compared = self._check(about["about"], like, changed)
+        about = self._read_about(step)
+        not_compared = self._check(about, like, changed)
         target = jax.tree.map(_target, like)
         items = args.Composite(tree=args.StandardRestore(target))
         tree = self.manager.restore(step, args=items)["tree"]
@@ -175,6 +176,18 @@ class TrainingRecord:
             "leaves": _leaves(tree),
         }
 
+    def _read_about(self, step: int) -> Mapping[str, Any]:
+        args = _orbax().args
+        items = args.Composite(about=args.JsonRestore())
+        try:
+            return self.manager.restore(step, args=items)["about"]
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"TrainingRecord: the checkpoint of step {step} in "
+                f"{self.manager.directory} is damaged, or was not saved by a "
+                f"TrainingRecord ({error}); record.manager restores others"
+            ) from error
+
     def _check(
         self, about: Mapping[str, Any], like: Any, changed: Iterable[str]
     ) -> tuple[str, ...]:
@@ -188,7 +201,7 @@ class TrainingRecord:
         _compare_keys("optimizer", about["options"], self._optimizers)
         not_compared = []
         for name, tx in self._optimizers.items():
-            start = f"{name}." if name else ""
+            start = self._prefixes[name]
             own = [x.removeprefix(start) for x in changed if x.startswith(start)]
             try:
                 found = tx.check_options(about["options"][name], own)

@@ -131,7 +131,7 @@ def test_a_directory_without_checkpoints(tmp_path, monkeypatch):
 def test_other_options_are_refused_by_name(tmp_path):
     like = saved(tmp_path, make(b2=0.95))
     with jfa.TrainingRecord(tmp_path, make(b1=0.5)) as record:
-        named = "optimizer '': .*b1 was 0.9 and is 0.5; b2 was 0.95 and is 0.999"
+        named = "optimizer 'tx': .*b1 was 0.9 and is 0.5; b2 was 0.95 and is 0.999"
         with pytest.raises(ValueError, match=named):
             record.restore(like)
         with pytest.raises(ValueError, match="differ: b1 was 0.9 and is 0.5"):
@@ -139,7 +139,7 @@ def test_other_options_are_refused_by_name(tmp_path):
         assert record.restore(like, changed=["b1", "b2"]).step == 1
     with jfa.TrainingRecord(tmp_path) as record:
         with pytest.raises(
-            ValueError, match="has optimizer '', which this run has not"
+            ValueError, match="has optimizer 'tx', which this run has not"
         ):
             record.restore(like)
 
@@ -245,6 +245,16 @@ def test_shapes_without_shardings_come_to_the_default_device(tmp_path):
     assert not params["w"].committed
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_another_checkpoint_of_orbax_is_told_apart(named, tmp_path):
+    items = ocp.args.StandardSave(PARAMS)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ocp.args.Composite(tree=items) if named else items)
+    with jfa.TrainingRecord(tmp_path) as record:
+        with pytest.raises(ValueError, match="not saved by a TrainingRecord"):
+            record.restore(PARAMS)
+
+
 def test_what_it_cannot_take_is_refused(tmp_path):
     with pytest.raises(TypeError, match="expected tx as .*; of a wrapper"):
         jfa.TrainingRecord(tmp_path, jfa.accumulate(make(), 2))
@@ -303,3 +313,9 @@ def test_a_checkpoint_cut_short_is_an_error_or_whole(tmp_path):
                 outcomes.append("whole")
         assert copy.exists()
     assert "error" in outcomes
+
+
+def test_orbax_is_imported_on_demand():
+    code = "import jax_fused_adamw, sys; sys.exit('orbax.checkpoint' in sys.modules)"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
