@@ -10,6 +10,10 @@ from jax_fused_adamw._compute import compute_params as compute_params
 from jax_fused_adamw._compute import value_and_grad as value_and_grad
 from jax_fused_adamw._decay_report import DecayReport as DecayReport
 from jax_fused_adamw._decay_report import decay_report as decay_report
+from jax_fused_adamw._convert_optax import from_optax as from_optax
+from jax_fused_adamw._convert_optax import to_optax as to_optax
+from jax_fused_adamw._convert_torch import from_torch as from_torch
+from jax_fused_adamw._convert_torch import to_torch as to_torch
 from jax_fused_adamw._ffi import KernelInfo as KernelInfo
 from jax_fused_adamw._ffi import NativeModule as NativeModule
 from jax_fused_adamw._ffi import kernel_info as kernel_info
@@ -26,6 +30,8 @@ from jax_fused_adamw._state import FusedAdamWState as FusedAdamWState
 from jax_fused_adamw._stats import GradReport as GradReport
 from jax_fused_adamw._stats import grad_stats as grad_stats
 from jax_fused_adamw._stats_plan import StatsPlan as StatsPlan
+from jax_fused_adamw._training_record import Restored as Restored
+from jax_fused_adamw._training_record import TrainingRecord as TrainingRecord
 from jax_fused_adamw._transform import FusedAdamW as FusedAdamW
 
 __version__ = "0.1.0"

@@ -17,10 +17,11 @@ from jax_fused_adamw._hyperparams import (
     scale_operand,
     skip_update_operand,
 )
+from jax_fused_adamw._options import options_of
 from jax_fused_adamw._shardings import placed_as, zeros_like
 from jax_fused_adamw._state import FusedAdamWState, follows_params, map_states
 from jax_fused_adamw._stats import Analysis, GradReport, analysis_of
-from jax_fused_adamw._transform import FusedAdamW, options_of
+from jax_fused_adamw._transform import FusedAdamW
 
 
 @saved_by_name

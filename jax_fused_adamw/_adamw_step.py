@@ -3,9 +3,9 @@
 import jax
 
 from jax_fused_adamw._alias import fused_adamw
-from jax_fused_adamw._options import StepControl
+from jax_fused_adamw._options import StepControl, options_of
 from jax_fused_adamw._state import FusedAdamWState
-from jax_fused_adamw._transform import FusedAdamW, fused_step, options_of
+from jax_fused_adamw._transform import FusedAdamW, fused_step
 
 
 def adamw_step(

@@ -193,6 +193,10 @@ class DynamicLossScale(_Fields):
             finite_steps=jnp.where(finite & ~grows, self.finite_steps + 1, 0),
         )
 
+    def static_options(self) -> dict[str, float | int]:
+        """The arguments that no step changes, by name: what a checkpoint may lack."""
+        return {k: x for k, x in self._asdict().items() if k not in _CHILDREN}
+
 
 _CHILDREN = ("value", "finite_steps")
 

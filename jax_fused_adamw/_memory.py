@@ -8,8 +8,8 @@ import numpy as np
 
 from jax_fused_adamw import _checks
 from jax_fused_adamw._alias import fused_adamw
+from jax_fused_adamw._options import options_of
 from jax_fused_adamw._shardings import state_shardings
-from jax_fused_adamw._transform import options_of
 
 
 class MemoryEstimate(NamedTuple):

@@ -60,6 +60,21 @@ class Options:
         return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
 
 
+def options_of(tx: Any) -> Options:
+    """Those of a transformation that ``fused_adamw`` has made.
+
+    Raises:
+      TypeError: any other transformation.
+    """
+    given = getattr(getattr(tx, "update", None), "args", ())  # of its partial
+    if not (given and isinstance(given[0], Options)):
+        raise TypeError(
+            f"fused_adamw: expected tx as jfa.fused_adamw made it, got {tx!r}; of a "
+            "wrapper (chain, accumulate, inject_hyperparams) pass the one inside"
+        )
+    return given[0]
+
+
 class StepControl(NamedTuple):
     """What a step may be told besides its gradients: data, on the device or not.
 

@@ -1,7 +1,7 @@
 """The optimizer's state: made, checked, and found inside other states."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,16 +9,17 @@ import jax.numpy as jnp
 
 from jax_fused_adamw import _checks
 from jax_fused_adamw._export import saved_by_name
-from jax_fused_adamw._options import Options
+from jax_fused_adamw._options import Options, options_of
 from jax_fused_adamw._shardings import is_empty, zeros_like
-from jax_fused_adamw._stats import no_report
+from jax_fused_adamw._stats import GradReport, no_report
 
 
 @saved_by_name
 class FusedAdamWState(NamedTuple):
     """State of :func:`fused_adamw`; what an option does not need is None.
 
-    The names are optax's, so ``optax.tree.get(state, "mu")`` works. ``master`` and
+    The names are optax's, so ``optax.tree.get(state, "mu")`` works. :meth:`into_parts`
+    and :meth:`from_parts` are for checkpoints that know no NamedTuple. ``master`` and
     ``compute`` have None in the place of a parameter that needs none: JAX's own empty
     node, which jit, checkpoints and ``jax.export`` know. Leaves of ``mu``, ``nu``,
     ``nu_max`` and ``ema`` beside a float64 parameter are float64.
@@ -48,6 +49,17 @@ class FusedAdamWState(NamedTuple):
       (dtype(bfloat16), dtype('float32'), None)
       >>> print(state.count, optax.tree.get(state, "ema")["w"])
       0 [1. 1.]
+      >>> import jax
+      >>> tx, params = jfa.fused_adamw(0.1), {"w": jnp.ones(2)}
+      >>> parts = jax.device_get(tx.init(params).into_parts())
+      >>> sorted(parts)
+      ['consecutive', 'count', 'mu', 'nu', 'skipped']
+      >>> state = jfa.FusedAdamWState.from_parts(parts, params, tx)
+      >>> parts["nu"]["w"] = parts["nu"]["w"].astype("float16")
+      >>> jfa.FusedAdamWState.from_parts(parts, params, tx)  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+        ...
+      TypeError: from_parts: state.nu['w'] has dtype float16, expected float32; ...
     """
 
     count: jax.Array  # type: ignore[assignment] # hides tuple.count
@@ -60,6 +72,93 @@ class FusedAdamWState(NamedTuple):
     consecutive: jax.Array
     report: Any
     compute: Any
+
+    def into_parts(self) -> dict[str, Any]:
+        """The state as a plain dict, for a checkpoint of one's own.
+
+        Save :meth:`FusedAdamW.options` and the parameters beside it.
+
+        Returns:
+          The fields that are not None by their names, ``report`` as a dict too. Arrays
+          are those of the state, not copies.
+        """
+        parts = {name: x for name, x in self._asdict().items() if x is not None}
+        if "report" in parts:
+            parts["report"] = parts["report"]._asdict()
+        return parts
+
+    @classmethod
+    def from_parts(
+        cls, parts: Mapping[str, Any], params: Any, tx: Any
+    ) -> "FusedAdamWState":
+        """The state that :meth:`into_parts` has taken apart, checked.
+
+        Args:
+          parts: arrays and trees by name, of JAX or of NumPy. NumPy arrays are copied
+            to the default device; ``jax.device_put`` with :func:`state_shardings` moves
+            them to where cut parameters lie.
+          params: the parameters that the state belongs to, or their shapes and dtypes
+            (:class:`jax.ShapeDtypeStruct`).
+          tx: the :func:`fused_adamw` that is to use the state. The state does not say
+            what ``tx`` must be beyond that: compare its options, too
+            (:meth:`FusedAdamW.check_options`).
+
+        Raises:
+          ValueError: parts that are missing or unknown, that ``tx`` does not have or
+            has, another tree or shape.
+          TypeError: another dtype.
+
+        Each names the part and the path of the leaf.
+        """
+        with _checks.speaking_as("from_parts"):
+            options = options_of(tx)
+            state = cls(**_fields_of(parts))
+            check_state(options, state, params)
+        return jax.tree.map(
+            lambda x: x if isinstance(x, jax.Array) else jnp.array(x), state
+        )
+
+
+_ALWAYS = ("count", "mu", "nu", "skipped", "consecutive")
+
+
+def _fields_of(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of FusedAdamWState: every field, the report as it was."""
+    if not isinstance(parts, Mapping):
+        raise TypeError(
+            "fused_adamw: parts must be a dict, as state.into_parts() returns, got "
+            f"{type(parts).__name__}"
+        )
+    known = FusedAdamWState._fields
+    optional = [name for name in known if name not in _ALWAYS]
+    _check_names("parts", parts, _ALWAYS, optional)
+    fields = dict.fromkeys(known) | dict(parts)
+    if fields["report"] is not None:
+        _check_names("parts['report']", fields["report"], GradReport._fields)
+        report = GradReport(**fields["report"])
+        for name, value, like in zip(report._fields, report, no_report(), strict=True):
+            if getattr(value, "dtype", None) != like.dtype or value.shape != ():
+                raise TypeError(
+                    f"fused_adamw: parts['report'][{name!r}] must be a {like.dtype} "
+                    f"scalar array, got {value!r}"
+                )
+        fields["report"] = report
+    return fields
+
+
+def _check_names(
+    what: str, given: Mapping[str, Any], expected: Any, optional: Any = ()
+) -> None:
+    missing = [name for name in expected if name not in given]
+    unknown = [name for name in given if name not in (*expected, *optional)]
+    if missing or unknown:
+        lacks = [f"lacks {name!r}" for name in missing]
+        has = [f"has {name!r}, which is unknown" for name in unknown]
+        allowed = f" and some of {list(optional)}" if optional else ""
+        raise ValueError(
+            f"fused_adamw: {what} {' and '.join(lacks + has)}; expected "
+            f"{list(expected)}{allowed}"
+        )
 
 
 def init_state(options: Options, params: Any) -> FusedAdamWState:

@@ -6,13 +6,14 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jax_fused_adamw import _checks, _in_place
+from jax_fused_adamw import _checks, _in_place, _saved_options
 from jax_fused_adamw._analyzed_update import analyzed_update, suits_one_call
 from jax_fused_adamw._buckets import make_buckets
 from jax_fused_adamw._decay_report import tell_decay_report
@@ -34,7 +35,7 @@ from jax_fused_adamw._operands import (
     UpdateConfig,
     call_in_parts,
 )
-from jax_fused_adamw._options import Options, StepControl
+from jax_fused_adamw._options import Options, StepControl, options_of
 from jax_fused_adamw._primitives import fused_update
 from jax_fused_adamw._state import (
     FusedAdamWState,
@@ -57,6 +58,9 @@ from jax_fused_adamw._weights import (
 class FusedAdamW(optax.GradientTransformationExtraArgs):
     """What :func:`fused_adamw` returns: an optax transformation with a :meth:`step`.
 
+    :meth:`options` says what it was told, as a dict to save beside its state, and
+    :meth:`check_options` what has changed since.
+
     Attributes:
       init: ``params`` to the :class:`FusedAdamWState` before the first step.
       update: ``(grads, state, params, **extra_args)`` to updates and the new state;
@@ -72,6 +76,18 @@ class FusedAdamW(optax.GradientTransformationExtraArgs):
       >>> updates, state = tx.update(params, tx.init(params), params)
       >>> print(updates["w"].round(2), state.count)
       [-0.5 -0.5] 1
+      >>> import json
+      >>> tx = jfa.fused_adamw(1e-3, b2=0.95, max_grad_norm=1.0)
+      >>> saved = json.loads(json.dumps(tx.options()))
+      >>> saved["version"], saved["b2"], saved["skip_nonfinite"], saved["mask"]
+      (2, 0.95, True, None)
+      >>> tx.check_options(saved)
+      ()
+      >>> other = jfa.fused_adamw(1e-3, max_grad_norm=1.0)
+      >>> other.check_options(saved)  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+        ...
+      ValueError: fused_adamw: the saved options differ: b2 was 0.95 and is 0.999...
     """
 
     def step(
@@ -106,6 +122,51 @@ class FusedAdamW(optax.GradientTransformationExtraArgs):
         """
         return _in_place.step(self, grads, state, params, **extra_args)
 
+    def options(self) -> dict[str, Any]:
+        """What decides the numbers and the state, as a dict that JSON can hold.
+
+        The names are those of the arguments of :func:`fused_adamw`, the values what
+        acts: defaults and implied options are filled in, dtypes are names, a scalar
+        array is a float, ``seed`` is None where nothing is rounded stochastically, a
+        mask tree is a dict from the paths of its leaves to bools. What cannot be
+        recorded is one of these words: ``"schedule"`` (a ``learning_rate``),
+        ``"function"`` (a ``mask``), ``"traced"`` (a value inside ``jax.jit`` or on
+        other hosts). How a step runs, which changes no number (``alias``, ``in_place``,
+        ``bucket_bytes``) or rounds differently (``implementation``), is not in it.
+
+        ``"version"`` is 2. A dict of version 1 has no options of statistics
+        (``max_grad_norm``, ``max_grad_value``, ``skip_nonfinite``).
+
+        Returns:
+          A dict of None, bools, numbers, strings and one dict of bools.
+        """
+        return _saved_options.recorded(options_of(self))
+
+    def check_options(
+        self, saved: Mapping[str, Any] | None, changed: Iterable[str] = ()
+    ) -> tuple[str, ...]:
+        """Compares this optimizer with one whose :meth:`options` were saved.
+
+        An option that ``saved`` does not have was not there yet, and counts as off; a
+        hyperparameter that it does not have is not compared.
+
+        Args:
+          saved: what :meth:`options` returned; None for a state that was saved without
+            them.
+          changed: names of options that are meant to differ, for example
+            ``("learning_rate",)``; never ``amsgrad``, whose state cannot be converted.
+            What the others change of the state is checked with it.
+
+        Returns:
+          The names of options that could not be compared: schedules, mask functions,
+          traced values, what was not recorded. They may differ.
+
+        Raises:
+          ValueError: options that differ, by name, with both values; a later version;
+            an unknown name in ``saved`` or ``changed``.
+        """
+        return _saved_options.check(options_of(self), saved, changed)
+
 
 def make_transformation(options: Options) -> FusedAdamW:
     return FusedAdamW(
@@ -117,10 +178,6 @@ def _init(options: Options, params: Any) -> FusedAdamWState:
     state = init_state(options, params)
     tell_decay_report(options, params)
     return state
-
-
-def options_of(tx: FusedAdamW) -> Options:
-    return tx.update.args[0]  # of the partial that make_transformation made
 
 
 def _update(

@@ -3,6 +3,7 @@
 A test's number is that of its case.
 """
 
+import functools
 import io
 import pickle
 
@@ -10,6 +11,7 @@ import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import assert_same_bits, plain_tx, random_like
 
@@ -89,6 +91,28 @@ def by_orbax(tree, folder):
         return checkpointer.restore(folder / "checkpoint", target)
 
 
+def by_orbax_without_waiting(tree, folder):
+    """While the arrays that it saves are donated to steps in place."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+    donated = jax.tree.map(jnp.array, tree)
+    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, donated)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "checkpoint", donated)
+        zeros = jax.jit(
+            lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0
+        )
+        jax.block_until_ready(zeros(donated))
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "checkpoint", target)
+
+
+def by_equinox(tree, folder):
+    eqx = pytest.importorskip("equinox")
+    eqx.tree_serialise_leaves(folder / "leaves.eqx", tree)
+    like = jax.tree.map(jnp.zeros_like, tree)
+    return eqx.tree_deserialise_leaves(folder / "leaves.eqx", like)
+
+
 RESTORES = [
     by_pickle,
     by_pickle_of_host_arrays,
@@ -96,6 +120,8 @@ RESTORES = [
     by_flax,
     by_flax_state_dict,
     by_orbax,
+    by_orbax_without_waiting,
+    by_equinox,
 ]
 every_restore = pytest.mark.parametrize("restore", RESTORES, ids=lambda f: f.__name__)
 
@@ -131,6 +157,45 @@ def test_b53_resuming_equals_not_stopping(restore, tmp_path):
     assert [leaf.dtype for leaf in jax.tree.leaves(resumed[1])] == [
         leaf.dtype for leaf in jax.tree.leaves(start[1])
     ]
+
+
+# Every kind of state; what a rounding or a skip decides must survive too.
+KINDS = {
+    "bfloat16": dict(mu_dtype=jnp.bfloat16, nu_dtype=jnp.bfloat16, seed=3),
+    "kept": dict(master_weights=True, ema_decay=0.9, compute_dtype=jnp.bfloat16),
+    "clip": dict(max_grad_norm=0.5, learning_rate=optax.linear_schedule(0.1, 0.0, 9)),
+}
+
+
+@functools.cache
+def windowed_run(kind):
+    """A step of a window of three, and the run's trees after 4 and 9 of them."""
+    tx = jfa.accumulate(jfa.fused_adamw(**({"learning_rate": 0.1} | KINDS[kind])), 3)
+
+    @jax.jit
+    def step(params, state, loss_scale):
+        scale = loss_scale.value
+        grads = jax.tree.map(lambda x: x * scale.astype(x.dtype), params)
+        report = jfa.grad_stats(grads, scale)
+        params, state = jfa.step(tx, grads, state, params, gradient_scale=scale)
+        return params, state, loss_scale.update(report)
+
+    tree = (PARAMS, tx.init(PARAMS), jfa.DynamicLossScale(2.0, growth_interval=2))
+    trees = [tree]
+    for _ in range(9):
+        trees.append(step(*trees[-1]))
+    return step, trees[4], trees[9]
+
+
+@every_restore
+@pytest.mark.parametrize("kind", KINDS)
+def test_b53_resuming_in_a_window_equals_not_stopping(kind, restore, tmp_path):
+    step, tree, expected = windowed_run(kind)
+    assert tree[1].mini_step == 1
+    tree = restore(tree, tmp_path)
+    for _ in range(5):
+        tree = step(*tree)
+    assert_same_bits(tree, expected)
 
 
 def test_b50_orbax_without_target_loses_only_the_containers(saved, tmp_path):

@@ -1,0 +1,392 @@
+"""State of PyTorch's AdamW as ours, and back."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fused_adamw import _checks
+from jax_fused_adamw._convert import make_state, tell_what_stays
+from jax_fused_adamw._hyperparams import current_learning_rate
+from jax_fused_adamw._options import Options, options_of
+from jax_fused_adamw._saved_options import recorded
+from jax_fused_adamw._state import FusedAdamWState, check_state
+
+_SCALAR = jax.ShapeDtypeStruct((), np.float32)
+_MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq", "nu_max": "max_exp_avg_sq"}
+
+
+def from_torch(
+    state_dict: Mapping[str, Any],
+    params: Any,
+    tx: Any,
+    *,
+    paths: Sequence[str] | None = None,
+    changed: Iterable[str] = (),
+) -> FusedAdamWState:
+    """The ``state_dict()`` of a ``torch.optim.AdamW``, as a state of ours.
+
+    Moments take the layout of their parameters: whatever you do to a weight on its way
+    from PyTorch (``torch.nn.Linear`` keeps (out, in), a Flax kernel is (in, out)), do
+    to ``exp_avg``, ``exp_avg_sq`` and ``max_exp_avg_sq`` too. A square matrix that is
+    not transposed cannot be noticed.
+
+    The hyperparameters of the ``param_groups`` are compared with those of ``tx``, a
+    schedule at its value for the next step: lr, betas, eps, amsgrad, maximize and, for
+    each parameter, weight_decay, which must be 0 where the ``mask`` of ``tx`` excludes
+    it. ``tx`` must be without ``nesterov`` and ``eps_root``, which PyTorch does not
+    have. Its defaults are lr 1e-3 and weight_decay 1e-2, ours is weight_decay 1e-4;
+    betas and eps are the same.
+
+    Args:
+      state_dict: with NumPy arrays, or what ``numpy.asarray`` takes: CPU tensors of
+        float32 or float64. Of ``torch.optim.Adam`` only without weight decay; of
+        apex's ``FusedAdam`` only with its defaults ``adam_w_mode`` and
+        ``bias_correction``, of which the dict does not have the first.
+      params: the parameters, as they are to be trained on here.
+      tx: the :func:`fused_adamw` that is to go on. ``amsgrad=True`` is PyTorch's.
+      paths: the parameter of each of PyTorch's numbers, in the order of its
+        ``param_groups``: the keys on the way to a leaf of ``params``, joined by "/", as
+        in ``"dense/kernel"``. None takes the order of ``jax.tree.leaves(params)``,
+        which sorts the keys of dicts: PyTorch's order rarely is.
+      changed: names of hyperparameters of ``fused_adamw`` that are meant to differ;
+        never ``amsgrad``.
+
+    Returns:
+      A new :class:`FusedAdamWState`: moments rounded to nearest to the dtypes of
+      ``tx``; masters, averages and copies begin as the parameters.
+
+    Raises:
+      ValueError: hyperparameters that differ, by name, with both values; a parameter
+        without state, of another step, shape or path.
+      TypeError: a tensor that NumPy cannot read.
+
+    Examples:
+      >>> import jax.numpy as jnp, numpy as np
+      >>> import jax_fused_adamw as jfa
+      >>> moments = {"exp_avg": np.full(2, 0.1), "exp_avg_sq": np.full(2, 0.001)}
+      >>> state_dict = {
+      ...   "state": {0: {"step": np.array(1.0), **moments}},
+      ...   "param_groups": [{"params": [0], "lr": 1e-3, "betas": (0.9, 0.999),
+      ...     "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": False, "maximize": False}]}
+      >>> tx = jfa.fused_adamw(1e-3, weight_decay=1e-2)
+      >>> state = jfa.from_torch(state_dict, {"w": jnp.ones(2)}, tx, paths=["w"])
+      >>> print(state.count, state.mu["w"])
+      1 [0.1 0.1]
+
+    .. seealso:: :func:`to_torch`, :func:`from_optax`
+    """
+    with _checks.speaking_as("from_torch"):
+        options = options_of(tx)
+        _checks.check_params(params)
+        order = _order_of(params, paths)
+        groups = list(_groups_of(state_dict, len(order)))
+        entries = _entries_of(state_dict["state"], groups, params, order)
+        count = _count_of(entries)
+        decays = dict(zip(entries, _decays(options, params), strict=True))
+        names = [list(entries)[leaf] for leaf in order]
+        _compare(options, count, groups, {x: decays[x] for x in names}, changed)
+        leaves, treedef = jax.tree.flatten(params)
+        moments = {
+            ours: treedef.unflatten(
+                _moment(name, entry, theirs, leaf)
+                for (name, entry), leaf in zip(entries.items(), leaves, strict=True)
+            )
+            for ours, theirs in _MOMENTS.items()
+            if ours in options.state_dtypes
+        }
+        return make_state(options, params, count, moments)
+
+
+def to_torch(
+    state: FusedAdamWState,
+    params: Any,
+    tx: Any,
+    *,
+    paths: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Our state as a ``state_dict`` of ``torch.optim.AdamW``, with NumPy arrays.
+
+    ``load_state_dict`` wants tensors and, where there is a ``mask``, an optimizer with
+    the same groups: consecutive parameters of ``paths`` with decay are one, those
+    without the next. Moments have the layout of ``params``: see :func:`from_torch`. ::
+
+      state_dict = jfa.to_torch(state, params, tx, paths=paths)
+      state_dict["state"] = jax.tree.map(torch.from_numpy, state_dict["state"])
+      optimizer.load_state_dict(state_dict)
+
+    Args:
+      state: of ``tx``. Masters and averages stay behind, with a warning (take
+        ``state.master`` as float32 parameters), and so do copies, the counts of skipped
+        steps and the report.
+      params: the parameters that it belongs to.
+      tx: the :func:`fused_adamw` that made ``state``.
+      paths: as for :func:`from_torch`.
+
+    Returns:
+      A dict as ``torch.optim.AdamW.state_dict()`` makes it: moments float32, of float64
+      parameters float64; of a schedule the value for the next step.
+
+    Raises:
+      ValueError: ``amsgrad="optax"``, ``nesterov`` or ``eps_root``, which PyTorch does
+        not have; a state of other options or parameters; another path.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_fused_adamw as jfa
+      >>> tx = jfa.fused_adamw(1e-3, weight_decay=1e-2)
+      >>> params = {"w": jnp.ones(2)}
+      >>> params, state = tx.step(params, tx.init(params), params)
+      >>> state_dict = jfa.to_torch(state, params, tx)
+      >>> state_dict["state"][0]["exp_avg"], state_dict["param_groups"][0]["betas"]
+      (array([0.1, 0.1], dtype=float32), (0.9, 0.999))
+    """
+    with _checks.speaking_as("to_torch"):
+        options = options_of(tx)
+        check_state(options, state, params)
+        order = _order_of(params, paths)
+        ours = _hyperparams(options, state.count)
+        _check_has_equal(ours)
+    tell_what_stays("to_torch", state)
+    leaves = {
+        theirs: [_as_float(x) for x in jax.tree.leaves(getattr(state, name))]
+        for name, theirs in _MOMENTS.items()
+    }
+    kept = {name: arrays for name, arrays in leaves.items() if arrays}
+    decays = _decays(options, params)
+    step = np.float32(state.count)
+    shared = {
+        "lr": ours["learning_rate"],
+        "betas": (ours["b1"], ours["b2"]),
+        "eps": ours["eps"],
+        "amsgrad": ours["amsgrad"],
+        "maximize": ours["maximize"],
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
+        "decoupled_weight_decay": True,
+    }
+    return {
+        "state": {
+            number: {"step": np.array(step)} | {n: x[leaf] for n, x in kept.items()}
+            for number, leaf in enumerate(order)
+        },
+        "param_groups": [
+            shared | {"weight_decay": decay, "params": list(group)}
+            for decay, group in itertools.groupby(
+                range(len(order)), lambda number: decays[order[number]]
+            )
+        ],
+    }
+
+
+# What our options say where they are PyTorch's rule, whatever its dict says.
+_ONLY_OURS = {"eps_root": 0.0, "nesterov": False}
+
+
+def _check_has_equal(ours: Mapping[str, Any]) -> None:
+    """Raises ValueError for a rule that PyTorch does not have."""
+    wrong = [name for name, theirs in _ONLY_OURS.items() if ours[name] != theirs]
+    wrong += ["amsgrad"] if ours["amsgrad"] == "optax" else []
+    if wrong:
+        told = ", ".join(f"{name}={ours[name]!r}" for name in wrong)
+        reason = ", whose maxima of corrected moments have no equal there"
+        raise ValueError(
+            f"fused_adamw: PyTorch's AdamW cannot go on with {told}"
+            f"{reason if 'amsgrad' in wrong else ''}"
+        )
+
+
+def _as_float(x: jax.Array) -> np.ndarray:
+    return np.array(x, np.promote_types(x.dtype, np.float32))
+
+
+def _order_of(params: Any, paths: Sequence[str] | None) -> list[int]:
+    """The number among our leaves of each of PyTorch's parameters."""
+    known = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree_util.tree_leaves_with_path(params)
+    ]
+    if paths is None:
+        return list(range(len(known)))
+    paths = list(paths)
+    unknown = [path for path in paths if path not in known]
+    missing = [path for path in known if path not in paths]
+    if unknown or missing or len(paths) != len(known):
+        what = f"lacks {missing[0]!r}" if missing else "names a parameter twice"
+        if unknown:
+            what = f"has {unknown[0]!r}, which is no parameter"
+        raise ValueError(
+            f"fused_adamw: paths {what}; expected each of {known} once, in PyTorch's "
+            "order"
+        )
+    return [known.index(path) for path in paths]
+
+
+def _groups_of(state_dict: Any, num_params: int) -> Iterator[Mapping[str, Any]]:
+    if not isinstance(state_dict, Mapping) or not (
+        {"state", "param_groups"} <= state_dict.keys()
+    ):
+        raise ValueError(
+            "fused_adamw: expected what torch.optim.AdamW.state_dict() returns, with "
+            "'state' and 'param_groups'"
+        )
+    got = sum(len(group["params"]) for group in state_dict["param_groups"])
+    if got != num_params:
+        raise ValueError(
+            f"fused_adamw: state_dict is of {got} parameters, params has {num_params} "
+            "leaves"
+        )
+    for number, group in enumerate(state_dict["param_groups"]):
+        is_coupled = group.get("decoupled_weight_decay", True) is False
+        if is_coupled and group["weight_decay"] != 0:
+            raise ValueError(
+                f"fused_adamw: param_groups[{number}] is of torch.optim.Adam, whose "
+                "weight decay is added to the gradient; expected torch.optim.AdamW"
+            )
+        if not group.get("bias_correction", True):
+            raise ValueError(
+                f"fused_adamw: param_groups[{number}] has bias_correction=False, which "
+                "has no equal here"
+            )
+        yield group
+
+
+def _entries_of(
+    state: Mapping[Any, Any],
+    groups: Sequence[Mapping[str, Any]],
+    params: Any,
+    order: list[int],
+) -> dict[str, Any]:
+    """PyTorch's state of each parameter, or None, by our names and in our order."""
+    entries = []
+    for group in groups:
+        step = {"step": group["step"]} if "step" in group else {}  # apex keeps it here
+        found = map(state.get, group["params"])
+        entries += [None if entry is None else step | dict(entry) for entry in found]
+    of_leaf = dict(zip(order, entries, strict=True))
+    paths_and_params = jax.tree_util.tree_leaves_with_path(params)
+    return {
+        _checks.leaf_name("params", path): of_leaf[leaf]
+        for leaf, (path, _) in enumerate(paths_and_params)
+    }
+
+
+def _count_of(entries: Mapping[str, Any]) -> int:
+    """The step that all parameters are at; 0 where none has a state yet."""
+    steps = {
+        name: None if entry is None else float(_moment(name, entry, "step", _SCALAR))
+        for name, entry in entries.items()
+    }
+    if set(steps.values()) <= {None}:
+        return 0
+    told = {x: f"{name} is at step {x}" for name, x in steps.items()}
+    if len(told) > 1 or not next(iter(told)).is_integer():
+        raise ValueError(
+            f"fused_adamw: {', '.join(told.values())} (None: PyTorch has no state of "
+            "it); expected one whole number, since fused_adamw has one count for all "
+            "parameters. Keep those that were not trained out of both optimizers"
+        )
+    return int(next(iter(told)))
+
+
+def _moment(name: str, entry: Any, key: str, param: Any) -> np.ndarray:
+    if entry is None:
+        return np.zeros(param.shape, np.float32)
+    if key not in entry:
+        raise ValueError(f"fused_adamw: state_dict has no {key} of {name}")
+    array = _array(entry[key], f"{key} of {name}")
+    if array.shape != param.shape:
+        raise ValueError(
+            f"fused_adamw: {key} of {name} has shape {array.shape}, expected "
+            f"{param.shape}, the parameter's: transpose it as you did the weight, or "
+            "give PyTorch's order of parameters in paths="
+        )
+    return array
+
+
+def _array(value: Any, what: str) -> np.ndarray:
+    try:
+        return np.asarray(np.asarray(value), np.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"fused_adamw: NumPy cannot read {what} ({error}); pass "
+            "tensor.detach().float().cpu()"
+        ) from error
+
+
+def _hyperparams(options: Options, count: Any) -> dict[str, Any]:
+    """By our names, a schedule at its value for the next step."""
+    ours = recorded(options)
+    if ours["learning_rate"] == "schedule":
+        value = current_learning_rate(options.learning_rate, jnp.int32(count))
+        ours["learning_rate"] = float(value)
+    return ours
+
+
+def _decays(options: Options, params: Any) -> list[Any]:
+    weight_decay = recorded(options)["weight_decay"]
+    decayed = _checks.resolve_mask(options.mask, params)
+    return [weight_decay if is_decayed else 0.0 for is_decayed in decayed]
+
+
+def _compare(
+    options: Options,
+    count: int,
+    groups: Sequence[Mapping[str, Any]],
+    decays: Mapping[str, float],
+    changed: Iterable[str],
+) -> None:
+    """Raises ValueError for hyperparameters that differ.
+
+    Args:
+      groups: PyTorch's.
+      decays: by the names of parameters, in PyTorch's order.
+    """
+    ours = _hyperparams(options, count)
+    changed = {changed} if isinstance(changed, str) else set(changed)
+    told, names = [], iter(decays)
+    for number, group in enumerate(groups):
+        theirs = _of_group(group)
+        may_change = theirs.keys() - {"amsgrad"}  # whose maxima cannot be converted
+        if changed - may_change:
+            raise ValueError(
+                f"fused_adamw: changed names {sorted(changed - may_change)}, expected "
+                f"some of {sorted(may_change)}"
+            )
+        for name in theirs.keys() - changed - {"weight_decay"}:
+            if not _same(theirs[name], ours[name]):
+                here = f"{theirs[name]!r} in param_groups[{number}]"
+                told.append(f"{name} is {here} and {ours[name]!r} here")
+        decay = theirs["weight_decay"]
+        for name in itertools.islice(names, len(group["params"])):
+            if "weight_decay" not in changed and not _same(decay, decays[name]):
+                told.append(
+                    f"weight_decay of {name} is {decay!r} in param_groups[{number}] "
+                    f"and {decays[name]!r} here"
+                )
+    if told:
+        raise ValueError(
+            f"fused_adamw: hyperparameters differ: {'; '.join(sorted(told))}. Make the "
+            "optimizer with PyTorch's, or name in changed= what is meant to differ"
+        )
+
+
+def _of_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = dict(zip(("b1", "b2"), group["betas"], strict=True)) | {
+        "learning_rate": group["lr"],
+        "eps": group["eps"],
+        "weight_decay": group["weight_decay"],
+    }
+    flags = {name: bool(group.get(name, False)) for name in ("amsgrad", "maximize")}
+    return {k: float(_array(x, k)) for k, x in numbers.items()} | flags | _ONLY_OURS
+
+
+def _same(theirs: Any, ours: Any) -> bool:
+    if isinstance(theirs, bool) or isinstance(ours, str):
+        return theirs is ours
+    return theirs == ours or np.float32(theirs) == np.float32(ours)

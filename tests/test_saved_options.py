@@ -1,0 +1,172 @@
+"""What an optimizer was told, saved as JSON and compared at restore."""
+
+import inspect
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jax_fused_adamw as jfa
+
+# What changes no number, and what is not built.
+NOT_RECORDED = {"alias", "in_place", "bucket_bytes", "implementation"}
+NOT_RECORDED |= {"lr_scale", "packed_state"}
+# Of every recorded option a value that is not its default.
+OTHER = {
+    "learning_rate": 2e-3,
+    "b1": 0.8,
+    "b2": 0.99,
+    "eps": 1e-6,
+    "eps_root": 1e-7,
+    "mu_dtype": "float16",
+    "weight_decay": 0.1,
+    "mask": {"w": True, "b": False},
+    "nesterov": True,
+    "amsgrad": True,
+    "maximize": True,
+    "nu_dtype": "bfloat16",
+    "master_weights": True,
+    "stochastic_rounding": "params",
+    "seed": 7,
+    "max_grad_norm": 1.0,
+    "max_grad_value": 2.0,
+    "skip_nonfinite": True,
+    "ema_decay": 0.9,
+    "compute_dtype": "bfloat16",
+}
+IMPLIED = {
+    "max_grad_norm": ["skip_nonfinite"],
+    "mu_dtype": ["stochastic_rounding", "seed"],
+    "nu_dtype": ["stochastic_rounding", "seed"],
+    "stochastic_rounding": ["seed"],
+}
+
+
+def make(**options):
+    return jfa.fused_adamw(**({"learning_rate": 1e-3} | options))
+
+
+def saved(**options):
+    return json.loads(json.dumps(make(**options).options(), allow_nan=False))
+
+
+def test_every_argument_is_recorded_or_decides_nothing():
+    arguments = set(inspect.signature(jfa.fused_adamw).parameters)
+    assert set(saved()) - {"version"} == arguments - NOT_RECORDED == set(OTHER)
+    for options in (dict(alias=False), dict(in_place=True), dict(bucket_bytes=1)):
+        assert make(**options).options() == make().options()
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_each_option_round_trips_and_a_change_is_refused_by_name(name):
+    # A seed is recorded where something is rounded by it.
+    base = dict(stochastic_rounding="params") if name == "seed" else {}
+    tx = make(**base, **{name: OTHER[name]})
+    record = saved(**base, **{name: OTHER[name]})
+    value = {"['b']": False, "['w']": True} if name == "mask" else OTHER[name]
+    assert record == tx.options() and record[name] == value
+    assert tx.check_options(record) == ()
+    for refuses, given in ((tx, saved(**base)), (make(**base), record)):
+        with pytest.raises(ValueError, match=rf"differ:.*\b{name} was") as error:
+            refuses.check_options(given)
+        assert repr(value) in str(error.value)
+    changed = [name, *IMPLIED.get(name, [])]
+    if name != "amsgrad":
+        assert tx.check_options(saved(**base), changed=changed) == ()
+
+
+def test_what_acts_is_recorded():
+    assert saved(max_grad_norm=1.0)["skip_nonfinite"] is True
+    assert saved()["stochastic_rounding"] is False  # of float32 moments
+    assert saved(seed=5)["seed"] is None
+    rounded = dict(mu_dtype=jnp.bfloat16)
+    assert saved(**rounded)["stochastic_rounding"] is True
+    assert saved(**rounded, stochastic_rounding=False)["stochastic_rounding"] is False
+    assert saved(**rounded, seed=jnp.uint32(5))["seed"] == 5
+    assert saved(amsgrad="optax")["amsgrad"] == "optax"
+    assert saved(learning_rate=1) == saved(learning_rate=jnp.float32(1.0))
+    assert saved(learning_rate=np.float32(0.1))["learning_rate"] == float(
+        np.float32(0.1)
+    )
+    assert saved(max_grad_norm=np.inf)["max_grad_norm"] == "inf"
+
+
+def test_the_two_kinds_of_amsgrad_differ():
+    with pytest.raises(ValueError, match="amsgrad was True and is 'optax'"):
+        make(amsgrad="optax").check_options(saved(amsgrad=True))
+    with pytest.raises(ValueError, match="changed names 'amsgrad'"):
+        make(amsgrad="optax").check_options(saved(amsgrad=True), changed="amsgrad")
+
+
+def test_what_cannot_be_compared_is_told():
+    schedule = optax.linear_schedule(1e-3, 0.0, 10)
+    tx = make(learning_rate=schedule, mask=lambda params: params)
+    record = saved(learning_rate=schedule, mask=lambda params: params)
+    assert record["learning_rate"] == "schedule" and record["mask"] == "function"
+    assert tx.check_options(record) == ("learning_rate", "mask")
+    assert tx.check_options(record, changed=["mask"]) == ("learning_rate",)
+    assert make(learning_rate=schedule, mask={"w": True, "b": False}).check_options(
+        record
+    ) == ("learning_rate", "mask")
+    with pytest.raises(ValueError, match="learning_rate was 'schedule' and is 0.001"):
+        make(mask=lambda params: params).check_options(record)
+    with pytest.raises(ValueError, match="mask was 'function' and is None"):
+        make(learning_rate=schedule).check_options(record)
+
+
+def test_traced_values_cannot_be_compared():
+    told = []
+
+    @jax.jit
+    def trace(b1):
+        told.append(make(b1=b1).options()["b1"])
+        told.append(make(b1=b1).check_options(saved()))
+        return b1
+
+    trace(0.9)
+    assert told == ["traced", ("b1",)]
+
+
+def test_an_older_record_has_newer_options_off():
+    record = saved()
+    for name in ("max_grad_norm", "max_grad_value", "skip_nonfinite"):
+        del record[name]
+    record["version"] = 1
+    assert make().check_options(record) == ()
+    with pytest.raises(ValueError, match="max_grad_norm was None and is 1.0"):
+        make(max_grad_norm=1.0).check_options(record)
+    with pytest.raises(ValueError, match="skip_nonfinite was False and is True"):
+        make(skip_nonfinite=True).check_options(record)
+
+
+def test_without_a_record_everything_optional_is_off():
+    unknown = ("learning_rate", "b1", "b2", "eps", "weight_decay")
+    assert make(b2=0.5).check_options(None) == unknown
+    with pytest.raises(ValueError, match="ema_decay was None and is 0.5"):
+        make(ema_decay=0.5).check_options(None)
+
+
+@pytest.mark.parametrize("version", [3, 0, "2", None])
+def test_other_versions_are_refused(version):
+    with pytest.raises(ValueError, match=f"version {version!r}"):
+        make().check_options(saved() | {"version": version})
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="saved options name 'momentum'"):
+        make().check_options(saved() | {"momentum": 1})
+    with pytest.raises(ValueError, match="changed names 'lr'"):
+        make().check_options(saved(), changed=["lr"])
+    assert make(b1=0.5).check_options(saved(), changed="b1") == ()
+
+
+def test_options_of_another_state_are_refused_by_the_step():
+    """`changed` lets an option differ, not a state that does not fit."""
+    params = {"w": jnp.ones(2)}
+    tx = make(ema_decay=0.5)
+    assert tx.check_options(saved(), changed=["ema_decay"]) == ()
+    with pytest.raises(ValueError, match="no ema"):
+        tx.step(params, make().init(params), params)
