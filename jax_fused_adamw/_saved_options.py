@@ -11,7 +11,7 @@ import jax
 
 from jax_fused_adamw._options import Options
 
-VERSION = 2
+_VERSION = 2
 
 # What an optimizer did before there was the option.
 _OFF = {
@@ -32,7 +32,7 @@ _OFF = {
     "max_grad_value": None,
     "skip_nonfinite": False,
 }
-AMSGRAD = {"off": False, "uncorrected": True, "corrected": "optax"}
+_AMSGRAD = {"off": False, "uncorrected": True, "corrected": "optax"}
 
 
 def recorded(options: Options) -> dict[str, Any]:
@@ -40,32 +40,32 @@ def recorded(options: Options) -> dict[str, Any]:
     limits = {"norm": "max_grad_norm", "value": "max_grad_value"}
     max_grad = {name: None for name in limits.values()}
     if options.clip in limits:
-        max_grad[limits[options.clip]] = number(options.max_grad)
+        max_grad[limits[options.clip]] = _number(options.max_grad)
     return {
-        "version": VERSION,
-        "learning_rate": number(options.learning_rate),
-        "b1": number(options.b1),
-        "b2": number(options.b2),
-        "eps": number(options.eps),
-        "eps_root": number(options.eps_root),
-        "weight_decay": number(options.weight_decay),
+        "version": _VERSION,
+        "learning_rate": _number(options.learning_rate),
+        "b1": _number(options.b1),
+        "b2": _number(options.b2),
+        "eps": _number(options.eps),
+        "eps_root": _number(options.eps_root),
+        "weight_decay": _number(options.weight_decay),
         "mask": _mask(options.mask),
         "nesterov": options.nesterov,
-        "amsgrad": AMSGRAD[options.amsgrad],
+        "amsgrad": _AMSGRAD[options.amsgrad],
         "maximize": options.maximize,
         "mu_dtype": options.mu_dtype,
         "nu_dtype": options.nu_dtype,
         "master_weights": options.master_weights,
         "stochastic_rounding": rounding,
-        "seed": number(options.seed, int) if rounding else None,
-        "ema_decay": number(options.ema_decay),
+        "seed": _number(options.seed, int) if rounding else None,
+        "ema_decay": _number(options.ema_decay),
         "compute_dtype": options.compute_dtype,
         **max_grad,
         "skip_nonfinite": options.skip_nonfinite,
     }
 
 
-def number(value: Any, kind: type = float) -> Any:
+def _number(value: Any, kind: type = float) -> Any:
     """A number as JSON has it, or the word for what is none."""
     if value is None:
         return None
@@ -95,10 +95,10 @@ def check(
     changed = (changed,) if isinstance(changed, str) else tuple(changed)
     version = saved.pop("version", None)
     del now["version"]
-    if not isinstance(version, int) or not 1 <= version <= VERSION:
+    if not isinstance(version, int) or not 1 <= version <= _VERSION:
         raise ValueError(
             f"fused_adamw: the saved options have version {version!r}, this release "
-            f"knows 1 to {VERSION}; restore with the release that saved them"
+            f"knows 1 to {_VERSION}; restore with the release that saved them"
         )
     may_change = now.keys() - {"amsgrad"}  # whose maxima cannot be converted
     for what, names, known in (
@@ -129,10 +129,10 @@ def check(
 
 
 def _differ(old: Any, new: Any) -> bool:
-    return not same_number(old, new) and not _cannot_tell(old, new)
+    return not _same(old, new) and not _cannot_tell(old, new)
 
 
-def same_number(old: Any, new: Any) -> bool:
+def _same(old: Any, new: Any) -> bool:
     # JSON of other writers may say 0 for 0.0; True is no number here.
     return old == new and isinstance(old, bool) == isinstance(new, bool)
 

@@ -50,13 +50,15 @@ def child(folder: str, ready: int, is_last: bool) -> None:
         leaves = zip(*map(jax.tree.leaves, (tree, expected)), strict=True)
         for got, wanted in leaves:
             assert np.asarray(got).tobytes() == np.asarray(wanted).tobytes(), step
-        train(tree)
-        os.write(ready, step.to_bytes(4, "little"))
+        resumed = step
         while True:
             tree, step = train(tree), step + 1
             record.save(step, tree)
-            if is_last:
-                break
+            if step == resumed + 1:  # every child gets on by one step at least
+                record.wait()
+                os.write(ready, resumed.to_bytes(4, "little"))
+                if is_last:
+                    break
 
 
 def run_child(folder: str, seconds: float | None) -> tuple[int, int, list[str]]:
