@@ -8,12 +8,12 @@ from jax_fused_adamw._clip import ClipByGlobalNormState as ClipByGlobalNormState
 from jax_fused_adamw._clip import clip_by_global_norm as clip_by_global_norm
 from jax_fused_adamw._compute import compute_params as compute_params
 from jax_fused_adamw._compute import value_and_grad as value_and_grad
-from jax_fused_adamw._decay_report import DecayReport as DecayReport
-from jax_fused_adamw._decay_report import decay_report as decay_report
 from jax_fused_adamw._convert_optax import from_optax as from_optax
 from jax_fused_adamw._convert_optax import to_optax as to_optax
 from jax_fused_adamw._convert_torch import from_torch as from_torch
 from jax_fused_adamw._convert_torch import to_torch as to_torch
+from jax_fused_adamw._decay_report import DecayReport as DecayReport
+from jax_fused_adamw._decay_report import decay_report as decay_report
 from jax_fused_adamw._ffi import KernelInfo as KernelInfo
 from jax_fused_adamw._ffi import NativeModule as NativeModule
 from jax_fused_adamw._ffi import kernel_info as kernel_info
