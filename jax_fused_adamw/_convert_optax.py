@@ -138,8 +138,9 @@ def _is_known(node: Any) -> bool:
 def _find(opt_state: Any, kind: type) -> Any:
     """The one Adam state in there; raises if another array would be lost."""
     nodes = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_known)
-    schedules = [x for _, x in nodes if isinstance(x, optax.ScaleByScheduleState)]
-    adams = [x for _, x in nodes if isinstance(x, tuple(_KINDS.values()))]
+    found: list[Any] = [x for _, x in nodes]
+    schedules = [x for x in found if isinstance(x, optax.ScaleByScheduleState)]
+    adams = [x for x in found if type(x) in _KINDS.values()]
     for path, node in nodes:
         if not _is_known(node):
             raise ValueError(

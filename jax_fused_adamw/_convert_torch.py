@@ -11,6 +11,7 @@ import numpy as np
 from jax_fused_adamw import _checks
 from jax_fused_adamw._convert import make_state, tell_what_stays
 from jax_fused_adamw._hyperparams import current_learning_rate
+from jax_fused_adamw._leaf_options import resolve_lr_scale, resolve_mask
 from jax_fused_adamw._options import Options, options_of
 from jax_fused_adamw._saved_options import recorded
 from jax_fused_adamw._state import FusedAdamWState, check_state
@@ -86,14 +87,18 @@ def from_torch(
         groups = list(_groups_of(state_dict, len(order)))
         entries = _entries_of(state_dict["state"], groups, params, order)
         count = _count_of(entries)
-        decays = dict(zip(entries, _decays(options, params), strict=True))
+        of_leaves = _of_leaves(_hyperparams(options, count), options, params)
+        of_names = dict(zip(entries, of_leaves, strict=True))
         names = [list(entries)[leaf] for leaf in order]
-        _compare(options, count, groups, {x: decays[x] for x in names}, changed)
+        _compare(groups, {x: of_names[x] for x in names}, changed)
         leaves, treedef = jax.tree.flatten(params)
         moments = {
-            ours: treedef.unflatten(
-                _moment(name, entry, theirs, leaf)
-                for (name, entry), leaf in zip(entries.items(), leaves, strict=True)
+            ours: jax.tree.unflatten(
+                treedef,
+                [
+                    _moment(name, entry, theirs, leaf)
+                    for (name, entry), leaf in zip(entries.items(), leaves, strict=True)
+                ],
             )
             for ours, theirs in _MOMENTS.items()
             if ours in options.state_dtypes
@@ -110,9 +115,10 @@ def to_torch(
 ) -> dict[str, Any]:
     """Our state as a ``state_dict`` of ``torch.optim.AdamW``, with NumPy arrays.
 
-    ``load_state_dict`` wants tensors and, where there is a ``mask``, an optimizer with
-    the same groups: consecutive parameters of ``paths`` with decay are one, those
-    without the next. Moments have the layout of ``params``: see :func:`from_torch`. ::
+    ``load_state_dict`` wants tensors and, where there is a ``mask`` or ``lr_scale``, an
+    optimizer with the same groups: consecutive parameters of ``paths`` with one decay
+    and learning rate are one, those with others the next. Moments have the layout of
+    ``params``: see :func:`from_torch`. ::
 
       state_dict = jfa.to_torch(state, params, tx, paths=paths)
       state_dict["state"] = jax.tree.map(torch.from_numpy, state_dict["state"])
@@ -156,10 +162,9 @@ def to_torch(
         for name, theirs in _MOMENTS.items()
     }
     kept = {name: arrays for name, arrays in leaves.items() if arrays}
-    decays = _decays(options, params)
+    of_leaves = _of_leaves(ours, options, params)
     step = np.float32(state.count)
     shared = {
-        "lr": ours["learning_rate"],
         "betas": (ours["b1"], ours["b2"]),
         "eps": ours["eps"],
         "amsgrad": ours["amsgrad"],
@@ -176,9 +181,9 @@ def to_torch(
             for number, leaf in enumerate(order)
         },
         "param_groups": [
-            shared | {"weight_decay": decay, "params": list(group)}
-            for decay, group in itertools.groupby(
-                range(len(order)), lambda number: decays[order[number]]
+            shared | {"lr": lr, "weight_decay": decay, "params": list(group)}
+            for (lr, decay), group in itertools.groupby(
+                range(len(order)), lambda number: _rates(of_leaves[order[number]])
             )
         ],
     }
@@ -285,13 +290,14 @@ def _count_of(entries: Mapping[str, Any]) -> int:
     if set(steps.values()) <= {None}:
         return 0
     told = {x: f"{name} is at step {x}" for name, x in steps.items()}
-    if len(told) > 1 or not next(iter(told)).is_integer():
+    (step, *others) = told
+    if others or step is None or not step.is_integer():
         raise ValueError(
             f"fused_adamw: {', '.join(told.values())} (None: PyTorch has no state of "
             "it); expected one whole number, since fused_adamw has one count for all "
             "parameters. Keep those that were not trained out of both optimizers"
         )
-    return int(next(iter(told)))
+    return int(step)
 
 
 def _moment(name: str, entry: Any, key: str, param: Any) -> np.ndarray:
@@ -328,28 +334,39 @@ def _hyperparams(options: Options, count: Any) -> dict[str, Any]:
     return ours
 
 
-def _decays(options: Options, params: Any) -> list[Any]:
-    weight_decay = recorded(options)["weight_decay"]
-    decayed = _checks.resolve_mask(options.mask, params)
-    return [weight_decay if is_decayed else 0.0 for is_decayed in decayed]
+def _of_leaves(
+    ours: Mapping[str, Any], options: Options, params: Any
+) -> list[dict[str, Any]]:
+    """The hyperparameters of each leaf, as a group of PyTorch has them."""
+    rate, decay = ours["learning_rate"], ours["weight_decay"]
+    decayed = resolve_mask(options.mask, params)
+    scales = resolve_lr_scale(options.lr_scale, params)
+    return [
+        dict(ours)
+        | {"learning_rate": rate if scale == 1 else rate * scale}
+        | {"weight_decay": decay if decays else 0.0}
+        for decays, scale in zip(decayed, scales, strict=True)
+    ]
+
+
+def _rates(of_leaf: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What may differ from one leaf to the next."""
+    return of_leaf["learning_rate"], of_leaf["weight_decay"]
 
 
 def _compare(
-    options: Options,
-    count: int,
     groups: Sequence[Mapping[str, Any]],
-    decays: Mapping[str, float],
+    of_names: Mapping[str, Mapping[str, Any]],
     changed: Iterable[str],
 ) -> None:
     """Raises ValueError for hyperparameters that differ.
 
     Args:
       groups: PyTorch's.
-      decays: by the names of parameters, in PyTorch's order.
+      of_names: ours by the names of parameters, in PyTorch's order.
     """
-    ours = _hyperparams(options, count)
     changed = {changed} if isinstance(changed, str) else set(changed)
-    told, names = [], iter(decays)
+    told, names = [], iter(of_names)
     for number, group in enumerate(groups):
         theirs = _of_group(group)
         may_change = theirs.keys() - {"amsgrad"}  # whose maxima cannot be converted
@@ -358,17 +375,18 @@ def _compare(
                 f"fused_adamw: changed names {sorted(changed - may_change)}, expected "
                 f"some of {sorted(may_change)}"
             )
-        for name in theirs.keys() - changed - {"weight_decay"}:
-            if not _same(theirs[name], ours[name]):
-                here = f"{theirs[name]!r} in param_groups[{number}]"
-                told.append(f"{name} is {here} and {ours[name]!r} here")
-        decay = theirs["weight_decay"]
-        for name in itertools.islice(names, len(group["params"])):
-            if "weight_decay" not in changed and not _same(decay, decays[name]):
-                told.append(
-                    f"weight_decay of {name} is {decay!r} in param_groups[{number}] "
-                    f"and {decays[name]!r} here"
-                )
+        own = list(itertools.islice(names, len(group["params"])))
+        for option in theirs.keys() - changed:
+            there = f"{theirs[option]!r} in param_groups[{number}]"
+            ours = {name: of_names[name][option] for name in own}
+            wrong = {k: x for k, x in ours.items() if not _same(theirs[option], x)}
+            if len(wrong) == len(own) and len(set(wrong.values())) == 1:
+                told.append(f"{option} is {there} and {wrong[own[0]]!r} here")
+            else:
+                told += [
+                    f"{option} of {name} is {there} and {x!r} here"
+                    for name, x in wrong.items()
+                ]
     if told:
         raise ValueError(
             f"fused_adamw: hyperparameters differ: {'; '.join(sorted(told))}. Make the "

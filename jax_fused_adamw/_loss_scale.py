@@ -194,7 +194,17 @@ class DynamicLossScale(_Fields):
         )
 
     def static_options(self) -> dict[str, float | int]:
-        """The arguments that no step changes, by name: what a checkpoint may lack."""
+        """The arguments that no step changes: what a checkpoint of arrays lacks.
+
+        Returns:
+          Their values by name.
+
+        Examples:
+          >>> import jax_fused_adamw as jfa
+          >>> scale = jfa.DynamicLossScale(growth_interval=500)
+          >>> scale.static_options()["growth_interval"]
+          500
+        """
         return {k: x for k, x in self._asdict().items() if k not in _CHILDREN}
 
 

@@ -17,6 +17,7 @@ _VERSION = 2
 _OFF = {
     "eps_root": 0.0,
     "mask": None,
+    "lr_scale": None,
     "nesterov": False,
     "amsgrad": False,
     "maximize": False,
@@ -49,7 +50,8 @@ def recorded(options: Options) -> dict[str, Any]:
         "eps": _number(options.eps),
         "eps_root": _number(options.eps_root),
         "weight_decay": _number(options.weight_decay),
-        "mask": _mask(options.mask),
+        "mask": _tree(options.mask, bool),
+        "lr_scale": _tree(options.lr_scale, float),
         "nesterov": options.nesterov,
         "amsgrad": _AMSGRAD[options.amsgrad],
         "maximize": options.maximize,
@@ -78,13 +80,14 @@ def _number(value: Any, kind: type = float) -> Any:
     return value if math.isfinite(value) else str(value)  # JSON has no infinity
 
 
-def _mask(mask: Any) -> Any:
-    if mask is None:
+def _tree(tree: Any, kind: type) -> Any:
+    """Of a mask or of scales."""
+    if tree is None:
         return None
-    if callable(mask):
+    if callable(tree):
         return "function"
-    paths_and_values = jax.tree_util.tree_leaves_with_path(mask)
-    return {jax.tree_util.keystr(path): bool(x) for path, x in paths_and_values}
+    paths_and_values = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): kind(x) for path, x in paths_and_values}
 
 
 def check(
@@ -142,6 +145,6 @@ def _cannot_tell(old: Any, new: Any) -> bool:
     words = [x for x in (old, new) if isinstance(x, str)]
     if "traced" in words:
         return None not in (old, new)
-    if "function" in words:  # a mask's, which another tells of in paths
+    if "function" in words:  # of a tree, which another option tells of in paths
         return None not in (old, new)
     return words == ["schedule", "schedule"]

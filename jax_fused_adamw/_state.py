@@ -81,6 +81,13 @@ class FusedAdamWState(NamedTuple):
         Returns:
           The fields that are not None by their names, ``report`` as a dict too. Arrays
           are those of the state, not copies.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> import jax_fused_adamw as jfa
+          >>> parts = jfa.fused_adamw(0.1).init({"w": jnp.ones(2)}).into_parts()
+          >>> sorted(parts), parts["mu"]["w"].dtype
+          (['consecutive', 'count', 'mu', 'nu', 'skipped'], dtype('float32'))
         """
         parts = {name: x for name, x in self._asdict().items() if x is not None}
         if "report" in parts:
@@ -109,6 +116,17 @@ class FusedAdamWState(NamedTuple):
           TypeError: another dtype.
 
         Each names the part and the path of the leaf.
+
+        Returns:
+          The state, ready for ``tx.update`` or :func:`step`.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> import jax_fused_adamw as jfa
+          >>> tx, params = jfa.fused_adamw(0.1), {"w": jnp.ones(2)}
+          >>> parts = tx.init(params).into_parts() | {"count": jnp.int32(7)}
+          >>> print(jfa.FusedAdamWState.from_parts(parts, params, tx).count)
+          7
         """
         with _checks.speaking_as("from_parts"):
             options = options_of(tx)

@@ -16,11 +16,25 @@ _VERSION = 1
 
 
 class Restored(NamedTuple):
-    """What :meth:`TrainingRecord.restore` returns."""
+    """What :meth:`TrainingRecord.restore` returns.
 
-    step: int  # the number it was saved under
-    tree: Any  # as it was saved
-    not_compared: tuple[str, ...]  # options that may differ: schedules, mask functions
+    Attributes:
+      step: the number that it was saved under.
+      tree: as it was saved.
+      not_compared: options that may differ, as schedules and mask functions.
+
+    Examples:
+      >>> import tempfile
+      >>> import jax_fused_adamw as jfa
+      >>> with jfa.TrainingRecord(tempfile.mkdtemp()) as record:
+      ...   saved = record.save(1, {"epoch": 3})
+      ...   record.restore({"epoch": 0})
+      Restored(step=1, tree={'epoch': 3}, not_compared=())
+    """
+
+    step: int
+    tree: Any
+    not_compared: tuple[str, ...]
 
 
 class TrainingRecord:
@@ -73,7 +87,9 @@ class TrainingRecord:
         manager_options: Any = None,
     ):
         is_one = not isinstance(tx, Mapping)
-        named = tx if not is_one else {} if tx is None else {"tx": tx}
+        named: Mapping[str, Any] = {} if tx is None else {"tx": tx}
+        if isinstance(tx, Mapping):
+            named = tx
         for name, optimizer in named.items():
             if not isinstance(optimizer, FusedAdamW):
                 where = "tx" if is_one else f"tx[{name!r}]"
@@ -101,6 +117,13 @@ class TrainingRecord:
 
         Returns:
           Whether it is saved, by ``manager_options``: always, without them.
+
+        Examples:
+          >>> import tempfile, jax.numpy as jnp
+          >>> import jax_fused_adamw as jfa
+          >>> with jfa.TrainingRecord(tempfile.mkdtemp()) as record:
+          ...   record.save(10, {"w": jnp.ones(2)})
+          True
         """
         args = _orbax().args
         items = args.Composite(
@@ -132,6 +155,15 @@ class TrainingRecord:
           FileNotFoundError: no complete checkpoint.
           ValueError: options, paths of leaves, shapes or dtypes that differ,
             by name, with what was saved and what is expected.
+
+        Examples:
+          >>> import tempfile, jax.numpy as jnp
+          >>> import jax_fused_adamw as jfa
+          >>> with jfa.TrainingRecord(tempfile.mkdtemp()) as record:
+          ...   saved = record.save(10, {"w": jnp.ones(2)})
+          ...   step, tree, _ = record.restore(like={"w": jnp.zeros(2)})
+          >>> print(step, tree["w"])
+          10 [1. 1.]
         """
         self.wait()
         step = self.latest_step() if step is None else step
@@ -150,15 +182,48 @@ class TrainingRecord:
         return Restored(step, jax.tree.map(_placed, tree, like), not_compared)
 
     def latest_step(self) -> int | None:
-        """The number of the latest complete checkpoint, None without one."""
+        """The latest complete checkpoint.
+
+        Returns:
+          Its number; None without one.
+
+        Examples:
+          >>> import tempfile
+          >>> import jax_fused_adamw as jfa
+          >>> with jfa.TrainingRecord(tempfile.mkdtemp()) as record:
+          ...   saved = [record.save(step, {"epoch": step}) for step in (1, 2)]
+          ...   record.wait()
+          ...   record.latest_step()
+          2
+        """
         return self.manager.latest_step()
 
     def wait(self) -> None:
-        """Returns when all that is saved is on disk."""
+        """Waits until all that is saved is on disk.
+
+        Returns:
+          Nothing.
+
+        Examples:
+          >>> import tempfile
+          >>> import jax_fused_adamw as jfa
+          >>> with jfa.TrainingRecord(tempfile.mkdtemp()) as record:
+          ...   saved = record.save(1, {"epoch": 3})
+          ...   record.wait()
+        """
         self.manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits, and ends the threads of orbax; so does leaving a ``with`` block."""
+        """Waits, and ends the threads of orbax; so does leaving a ``with`` block.
+
+        Returns:
+          Nothing.
+
+        Examples:
+          >>> import tempfile
+          >>> import jax_fused_adamw as jfa
+          >>> jfa.TrainingRecord(tempfile.mkdtemp()).close()
+        """
         self.wait()
         self.manager.close()
 

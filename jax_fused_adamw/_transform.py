@@ -128,17 +128,24 @@ class FusedAdamW(optax.GradientTransformationExtraArgs):
         The names are those of the arguments of :func:`fused_adamw`, the values what
         acts: defaults and implied options are filled in, dtypes are names, a scalar
         array is a float, ``seed`` is None where nothing is rounded stochastically, a
-        mask tree is a dict from the paths of its leaves to bools. What cannot be
-        recorded is one of these words: ``"schedule"`` (a ``learning_rate``),
-        ``"function"`` (a ``mask``), ``"traced"`` (a value inside ``jax.jit`` or on
-        other hosts). How a step runs, which changes no number (``alias``, ``in_place``,
-        ``bucket_bytes``) or rounds differently (``implementation``), is not in it.
+        tree (``mask``, ``lr_scale``) is a dict from the paths of its leaves to bools or
+        numbers. What cannot be recorded is one of these words: ``"schedule"`` (a
+        ``learning_rate``), ``"function"`` (a ``mask`` or ``lr_scale``), ``"traced"`` (a
+        value inside ``jax.jit`` or on other hosts). How a step runs, which changes no
+        number (``alias``, ``in_place``, ``bucket_bytes``) or rounds differently
+        (``implementation``), is not in it.
 
         ``"version"`` is 2. A dict of version 1 has no options of statistics
         (``max_grad_norm``, ``max_grad_value``, ``skip_nonfinite``).
 
         Returns:
-          A dict of None, bools, numbers, strings and one dict of bools.
+          A dict of None, bools, numbers, strings and dicts of bools or numbers.
+
+        Examples:
+          >>> import jax_fused_adamw as jfa
+          >>> saved = jfa.fused_adamw(1e-3, amsgrad=True, mask={"w": True}).options()
+          >>> saved["version"], saved["amsgrad"], saved["mask"], saved["nu_dtype"]
+          (2, True, {"['w']": True}, 'float32')
         """
         return _saved_options.recorded(options_of(self))
 
@@ -164,6 +171,17 @@ class FusedAdamW(optax.GradientTransformationExtraArgs):
         Raises:
           ValueError: options that differ, by name, with both values; a later version;
             an unknown name in ``saved`` or ``changed``.
+
+        Examples:
+          >>> import jax_fused_adamw as jfa
+          >>> saved = jfa.fused_adamw(1e-3, b2=0.95).options()
+          >>> jfa.fused_adamw(lambda count: 1e-3, b2=0.95).check_options(
+          ...   saved, changed=("learning_rate",))
+          ()
+          >>> jfa.fused_adamw(1e-3).check_options(saved)  # doctest: +ELLIPSIS
+          Traceback (most recent call last):
+            ...
+          ValueError: fused_adamw: the saved options differ: b2 was 0.95 and is 0.999...
         """
         return _saved_options.check(options_of(self), saved, changed)
 

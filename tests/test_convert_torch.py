@@ -172,8 +172,8 @@ def convert(run, state_dict=None, paths=PATHS, changed=(), **options):
         (dict(maximize=True), "maximize is False"),
         (dict(nesterov=True), "nesterov is False"),
         (dict(eps_root=1e-8), "eps_root is 0.0"),
-        (dict(weight_decay=1e-4), r"weight_decay of params\['kernel'\] is 0.1"),
-        (dict(mask=None), r"weight_decay of params\['bias'\] is 0.0 .* and 0.1 here"),
+        (dict(weight_decay=1e-4), r"weight_decay is 0.1 in .*\[0\]"),
+        (dict(mask=None), r"weight_decay is 0.0 in .*\[1\] and 0.1 here"),
         (dict(amsgrad="optax"), "amsgrad is (True|False) .* and 'optax' here"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
@@ -308,3 +308,17 @@ def test_moments_in_other_dtypes(run):
     with pytest.warns(UserWarning, match="to_torch: leaves behind state.master"):
         back = jfa.to_torch(state, low, tx, paths=PATHS)
     assert back["state"][0]["exp_avg_sq"].dtype == np.float32
+
+
+def test_scales_of_the_learning_rate_are_groups():
+    params = {"a": jnp.ones(2), "b": jnp.ones(3), "c": jnp.ones(())}
+    tx = jfa.fused_adamw(0.1, lr_scale={"a": 1.0, "b": 0.5, "c": 0.5})
+    params, state = tx.step(params, tx.init(params), params)
+    state_dict = jfa.to_torch(state, params, tx)
+    groups = state_dict["param_groups"]
+    assert [(x["lr"], x["params"]) for x in groups] == [(0.1, [0]), (0.05, [1, 2])]
+    back = jfa.from_torch(state_dict, params, tx)
+    assert_same_bits((back.mu, back.nu), (state.mu, state.nu))
+    message = r"learning_rate is 0.05 in param_groups\[1\] and 0.1 here"
+    with pytest.raises(ValueError, match=message):
+        jfa.from_torch(state_dict, params, jfa.fused_adamw(0.1))
