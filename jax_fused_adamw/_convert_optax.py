@@ -135,7 +135,7 @@ def _is_known(node: Any) -> bool:
     return isinstance(node, (*_KINDS.values(), optax.ScaleByScheduleState))
 
 
-def _find(opt_state: Any, kind: type) -> Any:
+def _find(opt_state: Any, kind: type[Any]) -> Any:
     """The one Adam state in there; raises if another array would be lost."""
     nodes = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_known)
     found: list[Any] = [x for _, x in nodes]
