@@ -59,7 +59,7 @@ JFA_HOST_DEVICE Word64 DoubleToBits(double value) {
   return static_cast<Word64>(__double_as_longlong(value));
 }
 JFA_HOST_DEVICE Word64 HighProduct(Word64 a, Word64 b) { return __umul64hi(a, b); }
-JFA_HOST_DEVICE float Magnitude(float x) { return fabsf(x); }
+JFA_HOST_DEVICE float AbsoluteValue(float x) { return fabsf(x); }
 JFA_HOST_DEVICE float SquareRoot(float x) { return __fsqrt_rn(x); }
 JFA_HOST_DEVICE double SquareRoot(double x) { return __dsqrt_rn(x); }
 
@@ -88,7 +88,7 @@ JFA_HOST_DEVICE Word64 DoubleToBits(double value) {
 JFA_HOST_DEVICE Word64 HighProduct(Word64 a, Word64 b) {
   return static_cast<Word64>(static_cast<unsigned __int128>(a) * b >> 64);
 }
-JFA_HOST_DEVICE float Magnitude(float x) { return BitsToFloat(FloatToBits(x) & 0x7fffffffu); }
+JFA_HOST_DEVICE float AbsoluteValue(float x) { return BitsToFloat(FloatToBits(x) & 0x7fffffffu); }
 JFA_HOST_DEVICE float SquareRoot(float x) { return __builtin_sqrtf(x); }
 JFA_HOST_DEVICE double SquareRoot(double x) { return __builtin_sqrt(x); }
 
@@ -160,7 +160,7 @@ template <>
 JFA_HOST_DEVICE Bfloat16 StoreStochastic<Bfloat16>(float value, Word32 random) {
   constexpr float kLargest = 0x1.fep127f;
   const Word32 bits = FloatToBits(value);
-  return {static_cast<Word16>((bits + (Magnitude(value) < kLargest ? random : 0u)) >> 16)};
+  return {static_cast<Word16>((bits + (AbsoluteValue(value) < kLargest ? random : 0u)) >> 16)};
 }
 
 template <>
