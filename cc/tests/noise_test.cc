@@ -109,7 +109,8 @@ void TestRounding() {
       0x33000000, 0x33800000, 0x33c00000, 0x2b800000, 0x2b7fffff, 0x33ffffff,  // 2^-25 and on
       0x387fc000, 0x387fe000, 0x387fffff, 0x38800000, 0x38800001, 0x38801fff,  // around 2^-14
       0x477fe000, 0x477fe001, 0x477fffff, 0x47800000, 0x47ffffff, 0x7f7f0000,  // around 65504
-      0x7f7f0001, 0x7f7fffff, 0x7f800000, 0x7f800001, 0x7fc00000, 0x7fffffff};
+      // Of NaN the quiet ones: what is rounded is a result of arithmetic.
+      0x7f7f0001, 0x7f7fffff, 0x7f800000, 0x7fc00001, 0x7fc00000, 0x7fffffff};
   for (const Word32 pattern : patterns) {
     for (const Word32 sign : {0u, 0x80000000u}) {
       CheckRounding<Bfloat16>(BitsToFloat(pattern | sign), kBfloat16Format);
