@@ -116,7 +116,9 @@ class TrainingRecord:
           force: save at a step that ``manager_options`` would leave out.
 
         Returns:
-          Whether it is saved, by ``manager_options``: always, without them.
+          Whether it is saved. Not where ``manager_options`` leave the step out, and
+          without ``force`` not at or below the latest step: to go back, remove the
+          later ones first, by ``manager.delete``.
 
         Examples:
           >>> import tempfile, jax.numpy as jnp
