@@ -33,6 +33,17 @@ __device__ __forceinline__ WholeSpan SpanOf(const ChunkPlace<WholeSpan>& place, 
   return {place.span.begin + index * Kernel::kBlockThreads * kVector};
 }
 
+// Vectors of a thread in this launch.
+template <typename Kernel>
+__device__ __forceinline__ int VectorsOf(const LaunchOptions& options) {
+  return Kernel::kHasVectors ? options.vectors : 1;
+}
+
+template <typename Kernel>
+__device__ __forceinline__ int BlockElements(const LaunchOptions& options) {
+  return Kernel::kBlockThreads * kVector * VectorsOf<Kernel>(options);
+}
+
 // A grid without an analysis has a block for each chunk, one with it kTileBlocks for each tile.
 template <typename Kernel, typename Arguments>
 __device__ __forceinline__ ChunkPlace<Span> LocateChunk(const Arguments& args) {
@@ -45,7 +56,7 @@ __device__ __forceinline__ ChunkPlace<Span> LocateChunk(const Arguments& args) {
   place.flags = LeafFlags::Unpack(static_cast<Word32>(size));
   place.chunk =
       LocateBlock(entry - table.first_block()[place.leaf], static_cast<long long>(size >> 8),
-                  table.members, kBlocks * Kernel::kBlockElements);
+                  table.members, kBlocks * BlockElements<Kernel>(args.options));
   const int thread = static_cast<int>(blockIdx.x % kBlocks * Kernel::kBlockThreads + threadIdx.x);
   const int offset = thread * kVector;
   place.span.begin = place.chunk.begin + offset;
@@ -61,7 +72,7 @@ __device__ __forceinline__ void WithSpans(const LaunchOptions& options,
                                           const ChunkPlace<Span>& place, const Work& work) {
   if constexpr (Kernel::kHasWholeChunks) {
     const ChunkPlace<WholeSpan> whole{place.leaf, place.flags, place.chunk, {place.span.begin}};
-    if (place.flags.aligned && place.chunk.elements == Kernel::kBlockElements) {
+    if (place.flags.aligned && place.chunk.elements == BlockElements<Kernel>(options)) {
       WithDTypes<Kernel>(options, place.flags, [&](auto dtypes) { work(whole, dtypes); });
     } else {
       work(place, PartDTypes<Kernel::kMoment>{place.flags.grad_dtype});
@@ -184,7 +195,7 @@ __device__ void SkipChunk(const Arguments& args, const ChunkPlace<Span>& place) 
   flags.grad_dtype = DType::kFloat32;
   WithDTypes<Kernel>(args.options, flags, [&](auto dtypes) {
 #pragma unroll 1
-    for (int i = 0; i < Kernel::kVectors; ++i) {
+    for (int i = 0; i < VectorsOf<Kernel>(args.options); ++i) {
       SkipElements<Kernel>(args, place.leaf, dtypes, SpanOf<Kernel>(place, i));
     }
   });

@@ -20,7 +20,7 @@ constexpr int UpdateBlocks(Grid grid, LeafClass leaf_class, Amsgrad amsgrad) {
   }
   const int blocks = 9 - (grid == Grid::kLarge ? 0 : 1) - (amsgrad == Amsgrad::kOff ? 0 : 1) -
                      (leaf_class == LeafClass::kGeneral ? 1 : 0) -
-                     (VectorsOf(grid, leaf_class) > 1 ? 1 : 0);
+                     (HasVectors(grid, leaf_class) ? 1 : 0);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
   const bool is_general = leaf_class == LeafClass::kGeneral || leaf_class == LeafClass::kFirstStep;
   return blocks - (is_general ? 1 : 0);  // code for sm_120 holds more
@@ -47,9 +47,9 @@ struct Instance {
   static constexpr bool kSmallGrid = kGrid != Grid::kLarge;
   static constexpr bool kAnalyzes = kGrid == Grid::kAnalyzing;
   static constexpr int kBlockThreads = kAnalyzes ? kTileLanes : kThreads;
-  static constexpr int kVectors = VectorsOf(kGrid, kLeafClass);
-  static constexpr int kAtOnce = kVectors > 1 ? kVectorsAtOnce : 1;
-  static constexpr int kBlockElements = kBlockThreads * kVectors * kVector;
+  static_assert(!kAnalyzes || kTileBlocks * kBlockThreads * kVector == kStatsTileElements);
+  static constexpr bool kHasVectors = HasVectors(kGrid, kLeafClass);
+  static constexpr int kAtOnce = kHasVectors ? kVectorsAtOnce : 1;
   // Code of its own for chunks whose vectors are all whole, in the kernels that most bytes go
   // through: without branches between the loads the average took 1,055 us for GPT-2 instead of
   // 1,286, a clipped step's update 825 instead of 840 (H200, 2026-11-30).

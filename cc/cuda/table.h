@@ -40,14 +40,9 @@ enum class LeafClass {
 // statistics or with them in the same.
 enum class Grid { kLarge, kSmall, kAnalyzing };
 
-// Vectors of a thread.
-constexpr int VectorsOf(Grid grid, LeafClass leaf_class) {
-  return grid == Grid::kLarge && leaf_class == LeafClass::kBf16Moments ? kBf16MomentsVectors : 1;
-}
-
-// A block's chunk, in a grid without an analysis.
-constexpr int ChunkElements(Grid grid, LeafClass leaf_class) {
-  return kChunk * VectorsOf(grid, leaf_class);
+// Whether a thread has several vectors, as many as the launch says.
+constexpr bool HasVectors(Grid grid, LeafClass leaf_class) {
+  return grid == Grid::kLarge && leaf_class == LeafClass::kBf16Moments;
 }
 
 constexpr int kStrideWords = sizeof(IndexStride) / sizeof(Word64);
@@ -107,6 +102,7 @@ struct LaunchOptions {
   bool stochastic_moments;
   bool stochastic_params;  // with write_params only
   bool zero_moments;       // the old moments are zero and in no buffer
+  int vectors;             // of a thread, in a kernel that has several
   DType mu_dtype;
   DType nu_dtype;
   int lr_scale_slot;  // in a row; negative if every leaf's is 1

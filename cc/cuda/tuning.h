@@ -11,13 +11,15 @@ constexpr int kThreads = 128;
 // Elements a thread: one 16-byte vector of float32. Two or four vectors cost 1-3 % (same runs).
 constexpr int kVector = 4;
 
-// Vectors a thread with bfloat16 moments, and how many of them it loads at once. There instructions
-// are the bound, and those of a block (its place, the scalars) are shared by more elements: GPT-2
-// took 609 us with 8 vectors, 2 at once, 618 with 4, 667 with 2; with 8 and 4, one at once, 641 and
-// 664; with 4 at once, which leaves 4 blocks on a multiprocessor, 820 (H200, 2026-11-30; the limit
-// is 580).
-constexpr int kBf16MomentsVectors = 8;
+// With bfloat16 moments a thread of a large grid has several vectors and loads two at once: 2 of
+// them in a tree of fewer elements than the first limit, 4 up to the second, then 8. There
+// instructions are the bound, and those of a block (its place, the scalars) are shared by more
+// elements, while a small tree needs the blocks. With 2, 4, 8 vectors a leaf of 0.6 M elements took
+// 9.2, 11.5, 13.5 us; 2 M 17.9, 17.6, 18.3; 8 M 47.3, 46.0, 49.1; 32 M 165, 159, 163; GPT-2, of
+// 124 M, 667, 618, 609. One at once took 664 and 641 for GPT-2 with 4 and 8; four at once, which
+// leaves 4 blocks on a multiprocessor, 820 (H200, 2026-11-30; the limit for GPT-2 is 580).
 constexpr int kVectorsAtOnce = 2;
+constexpr long long kElementsForTwiceTheVectors[] = {1 << 21, 1 << 26};
 
 // One block for each chunk of this size; a persistent grid cost 5-9 % (same runs).
 constexpr int kChunk = kThreads * kVector;

@@ -19,9 +19,12 @@ std::string PrepareUpdate(const std::vector<LeafOperands>& leaves, const UpdateO
 
 // Submits the step to the stream; as few launches as the tables allow, none for empty leaves.
 // One that counts the step does so last, with a launch of its own unless the grid is small.
-// Returns an error text, empty on success. Neither synchronises nor reads device memory.
+// Returns an error text, empty on success. Neither synchronises nor reads device memory. `vectors`,
+// a multiple of kVectorsAtOnce, are those of a thread in kernels that have several; 0 leaves them
+// to the size of the tree.
 std::string Update(CuStream stream, const StepOperands& operands,
-                   const std::vector<LeafOperands>& leaves, const UpdateOptions& options);
+                   const std::vector<LeafOperands>& leaves, const UpdateOptions& options,
+                   int vectors = 0);
 
 // The same two for a step that analyses its gradients first: one launch for a small tree of
 // float32 parameters, else those of AnalyzeAndMerge and of Update.

@@ -62,6 +62,7 @@ __device__ __forceinline__ void SetScalars(const Arguments& args, const ChunkPla
   // Each by a warp of its own, beside the others' work.
   constexpr int kClipThread = 32;
   constexpr int kNoiseThread = 64;
+  static_assert(kNoiseThread < Kernel::kBlockThreads);
   const int thread = static_cast<int>(threadIdx.x);
   if (thread < kNumHyper) {
     args.step.template SetTerms<Kernel::kNesterov>(thread, hyper.raw, hyper.count,
@@ -107,7 +108,7 @@ __device__ __forceinline__ void UpdateChunk(const Arguments& args, const ChunkPl
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) update(first + i, raw[i]);
     first += kAtOnce;
-    if (first >= Kernel::kVectors) break;
+    if (first >= VectorsOf<Kernel>(args.options)) break;
     load_from(first);
   }
   if (Kernel::kSmallGrid) CountStepIfLast<Kernel>(args, arrival, false);

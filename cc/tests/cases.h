@@ -72,6 +72,7 @@ struct Case {
   Place place = {};
   double learning_rate = 1e-2;
   double lr_scale = 1.0;  // of the first leaf
+  int vectors = 0;        // as for cuda::Update
 
   std::string Name(const char* kernel) const {
     return std::string(kernel) + " n=" + std::to_string(n) + " offset=" + std::to_string(offset) +
@@ -97,7 +98,7 @@ struct Case {
            std::to_string(stochastic_params) + " leaf_id=" + std::to_string(place.leaf_id) +
            " first_index=" + std::to_string(place.first_index) +
            " strides=" + std::to_string(place.strides.size()) +
-           " lr_scale=" + std::to_string(lr_scale);
+           " lr_scale=" + std::to_string(lr_scale) + " vectors=" + std::to_string(vectors);
   }
 
   bool has_noise() const { return stochastic_moments || stochastic_params; }

@@ -314,14 +314,9 @@ void TestLargestTreesAtTheSameTime() {
 }  // namespace
 }  // namespace jfa::cuda
 
-int main() {
-  jfa::cuda::TestShapesAndOffsets();
-  jfa::cuda::TestNonfinite();
-  jfa::cuda::TestFloat64();
-  jfa::cuda::TestTiles();
-  jfa::cuda::TestManyLeaves();
-  jfa::cuda::TestManySteps();
-  jfa::cuda::TestLargestTreesAtTheSameTime();
-  std::printf("%d failures\n", jfa::tests::failures);
-  return jfa::tests::failures == 0 ? 0 : 1;
+int main(int argc, char** argv) {
+  using namespace jfa::cuda;  // NOLINT: the tests
+  return jfa::tests::RunTests({TestShapesAndOffsets, TestNonfinite, TestFloat64, TestTiles,
+                               TestManyLeaves, TestManySteps, TestLargestTreesAtTheSameTime},
+                              argc, argv);
 }
