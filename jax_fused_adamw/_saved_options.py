@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jax_fused_adamw._leaf_options import is_function
 from jax_fused_adamw._options import Options
 
 _VERSION = 2
@@ -84,7 +85,7 @@ def _tree(tree: Any, kind: type) -> Any:
     """Of a mask or of scales."""
     if tree is None:
         return None
-    if callable(tree):
+    if is_function(tree):
         return "function"
     paths_and_values = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): kind(x) for path, x in paths_and_values}

@@ -24,7 +24,12 @@ from jax_fused_adamw._hyperparams import (
     scale_operand,
     skip_update_operand,
 )
-from jax_fused_adamw._leaf_options import resolve_lr_scale, resolve_mask
+from jax_fused_adamw._leaf_options import (
+    check_leaf_options,
+    check_scaled_rates,
+    resolve_lr_scale,
+    resolve_mask,
+)
 from jax_fused_adamw._noise import noise_operand
 from jax_fused_adamw._operands import (
     Buffers,
@@ -194,6 +199,7 @@ def make_transformation(options: Options) -> FusedAdamW:
 
 def _init(options: Options, params: Any) -> FusedAdamWState:
     state = init_state(options, params)
+    check_leaf_options(options, params)
     tell_decay_report(options, params)
     return state
 
@@ -276,6 +282,7 @@ def _config_and_scalars(
     hyperparams = _hyperparams(options, state.count, control.gradient_scale)
     hyper_bits, traced, traced_values = encode(hyperparams)
     lr_scales = resolve_lr_scale(options.lr_scale, step.params)
+    check_scaled_rates(hyperparams["learning_rate"], lr_scales, step.params)
     has_bfloat16 = any(x.dtype == jnp.bfloat16 for x in buffers.params)
     config = UpdateConfig(
         decays=resolve_mask(options.mask, step.params),
