@@ -59,7 +59,8 @@ def check_lr_scale_values(tree: Any) -> None:
                 f"fused_adamw: {name} must be a real number, got {value!r} of type "
                 f"{type(value).__name__}{advice}"
             )
-        if not 0 <= value <= _FLOAT32_MAX:
+        number: Any = value  # as it is: an integer may be too large for float()
+        if not 0 <= number <= _FLOAT32_MAX:
             raise ValueError(
                 f"fused_adamw: {name} must be a scale >= 0 and finite in float32, got "
                 f"{value!r}"
