@@ -207,12 +207,9 @@ def hyperparams_of(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
         "eps": group["eps"],
         "weight_decay": group["weight_decay"],
     }
+    numbers = {key: _number(f"{key} of {name}", x) for key, x in numbers.items()}
     flags = {key: bool(group.get(key, False)) for key in ("amsgrad", "maximize")}
-    return (
-        {k: _number(f"{k} of {name}", x) for k, x in numbers.items()}
-        | flags
-        | (ONLY_OURS)
-    )
+    return numbers | flags | ONLY_OURS
 
 
 def _number(what: str, value: Any) -> float:

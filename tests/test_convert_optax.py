@@ -183,3 +183,10 @@ def test_sharded_state_stays_where_it_is():
     state = jfa.from_optax(opt_state, params, tx)
     assert state.mu["w"].sharding == rows
     assert jfa.to_optax(state, params, tx, peer)[0].nu["w"].sharding == rows
+
+
+def test_a_negative_count_is_refused():
+    adam, *others = optax.adamw(0.1).init(PARAMS)
+    spoiled = (adam._replace(count=jnp.int32(-2)), *others)
+    with pytest.raises(ValueError, match="from_optax: state.count is -2, expected"):
+        jfa.from_optax(spoiled, PARAMS, jfa.fused_adamw(0.1))
