@@ -160,7 +160,11 @@ class FusedAdamW(optax.GradientTransformationExtraArgs):
         """Compares this optimizer with one whose :meth:`options` were saved.
 
         An option that ``saved`` does not have was not there yet, and counts as off; a
-        hyperparameter that it does not have is not compared.
+        hyperparameter that it does not have is not compared. Numbers are compared as
+        steps use them: ``np.float32(0.1)`` and 0.1 are the same learning rate of
+        float32 arithmetic, but not with ``lr_scale``, by which it is multiplied before
+        it is rounded, nor with ``jax_enable_x64``, where leaves may be float64; and
+        they are never the same ``b1``, ``b2``, ``ema_decay`` or scale.
 
         Args:
           saved: what :meth:`options` returned; None for a state that was saved without
@@ -176,6 +180,7 @@ class FusedAdamW(optax.GradientTransformationExtraArgs):
         Raises:
           ValueError: options that differ, by name, with both values; a later version;
             an unknown name in ``saved`` or ``changed``.
+          TypeError: ``saved`` is no dict, but for example the text of its JSON.
 
         Examples:
           >>> import jax_fused_adamw as jfa
