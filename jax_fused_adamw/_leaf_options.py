@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.tree_util import tree_leaves_with_path
 
 from jax_fused_adamw import _checks
@@ -132,23 +133,26 @@ def _of_leaves(
 
 
 def _first_difference(name: str, tree: Any, params: Any) -> str:
-    given = {path for path, _ in tree_leaves_with_path(tree)}
-    leaves = [path for path, _ in tree_leaves_with_path(params)]
-    known = {path[:i] for path in _all_paths(params) for i in range(len(path) + 1)}
-    for path in sorted(given - known, key=str):
+    values = {path for path, _ in tree_leaves_with_path(tree)}
+    held = {path for path, _ in tree_leaves_with_path(tree, is_leaf=is_empty)}
+    expected = tree_leaves_with_path(params, is_leaf=is_empty)
+    known = {path[:i] for path, _ in expected for i in range(len(path) + 1)}
+    for path in sorted(values - known, key=str):
         return f"{leaf_name(name, path)} has no counterpart in params"
-    for path in leaves:
+    for path, param in expected:
+        given = held if is_empty(param) else values
         if not any(path[:i] in given for i in range(len(path) + 1)):
-            return f"it has no value for {leaf_name('params', path)}"
+            advice = ""
+            if isinstance(param, optax.MaskedNode):
+                advice = (
+                    ", which is another group's: in a group of optax.multi_transform "
+                    "it is the tree of the whole model"
+                )
+            return f"it has no value for {leaf_name('params', path)}{advice}"
     return (
         f"the containers differ: expected those of {jax.tree.structure(params)}, got "
         f"{jax.tree.structure(tree)}"
     )
-
-
-def _all_paths(params: Any) -> list[Any]:
-    """Those of leaves, and of what is empty."""
-    return [path for path, _ in tree_leaves_with_path(params, is_leaf=is_empty)]
 
 
 def _without_others(tree: Any, params: Any) -> Any:

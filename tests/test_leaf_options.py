@@ -118,6 +118,32 @@ def test_containers_that_differ_are_told():
         tx.init(params)
 
 
+def test_a_group_takes_the_tree_of_the_whole_model():
+    params, grads = NESTED, random_like(NESTED, 5)
+    labels = {"body": "slow", "head": "fast"}
+
+    def groups(lr_scale):
+        slow = jfa.fused_adamw(**HYPERPARAMS, lr_scale=lr_scale)
+        return optax.multi_transform({"slow": slow, "fast": optax.sgd(0.0)}, labels)
+
+    half = jfa.fused_adamw(**HYPERPARAMS | dict(learning_rate=LR / 2))
+    expected, _ = half.step(grads, half.init(params), params)
+    for scales in (
+        0.5,
+        {"body": 0.5, "head": 9.0},
+        {"body": {"w": 0.5, "b": 0.5}, "head": {"w": 9.0}},
+        {"body": 0.5, "head": optax.MaskedNode()},
+    ):
+        tx = groups(scales)
+        got, _ = jfa.step(tx, grads, tx.init(params), params)
+        assert_same_bits(got["body"], expected["body"])
+    message = r"no value for params\['head'\], which is another group's: .* whole model"
+    with pytest.raises(ValueError, match=message):
+        groups({"body": 0.5}).init(params)
+    with pytest.raises(ValueError, match=r"lr_scale\['b'\] has no counterpart"):
+        groups({"w": 0.5, "b": 0.5}).init(params)
+
+
 def test_maps_over_a_state_still_find_the_parameters():
     """optax asks init with a placeholder, which has no leaves to suit."""
     tx = jfa.fused_adamw(1e-3, mask=dict.fromkeys(PARAMS, True), lr_scale=SCALES)
