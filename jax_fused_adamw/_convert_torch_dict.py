@@ -93,8 +93,8 @@ def _check_numbers(state: Any, numbers: Sequence[Any]) -> None:
     unknown = [key for key in state if key not in known]
     if unknown:
         raise ValueError(
-            f"fused_adamw: state has {len(unknown)} keys that no params of the "
-            f"param_groups has, as {unknown[0]!r}. PyTorch's keys are integers, of "
+            f"fused_adamw: state has keys ({len(unknown)}, as {unknown[0]!r}) that "
+            "no params of the param_groups has. PyTorch's keys are integers, of "
             "which JSON makes strings: state_dict['state'] = {int(key): x for key, x "
             "in state_dict['state'].items()} makes integers again. Remove what is of "
             "no parameter"

@@ -30,8 +30,8 @@ def refuse_addresses(names):
     moving = [name for name in names if "at 0x" in name]
     if moving:
         raise pytest.UsageError(
-            f"{len(moving)} test names hold an address in memory, which every process "
-            f"has another of, as {moving[0]}: give these parameters ids"
+            f"names of tests ({len(moving)}, such as {moving[0]}) hold an address in "
+            "memory, which differs from process to process: give the parameters ids"
         )
 
 

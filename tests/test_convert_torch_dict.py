@@ -88,11 +88,11 @@ def with_string_keys(state_dict):
 WRONG = {
     "keys of JSON": (
         with_string_keys,
-        r"2 keys .* as '0'\. PyTorch's .* integers.*int",
+        r"keys \(2, as '0'\) .*\. PyTorch's .* integers.*int",
     ),
     "a state of nobody": (
         lambda x: x["state"].update({7: x["state"][0]}),
-        "1 keys that no params of the param_groups has, as 7",
+        r"keys \(1, as 7\) that no params of the param_groups has",
     ),
     "state is a list": (
         lambda x: x.update(state=list(x["state"].values())),
