@@ -10,7 +10,11 @@ import numpy as np
 from jax_fused_adamw import _checks
 from jax_fused_adamw._buckets import DEFAULT_BUCKET_BYTES
 from jax_fused_adamw._hyperparams import ScalarOrSchedule, check_hyperparameter
-from jax_fused_adamw._leaf_options import check_lr_scale_values, check_mask_values
+from jax_fused_adamw._leaf_options import (
+    check_lr_scale_values,
+    check_mask_values,
+    is_function,
+)
 from jax_fused_adamw._options import Options
 from jax_fused_adamw._transform import FusedAdamW, make_transformation
 
@@ -156,7 +160,8 @@ def fused_adamw(
       weight_decay: decoupled decay, times the learning rate. optax's default; PyTorch
         uses 1e-2.
       mask: which parameters decay: a tree of Python bools, a prefix of the parameter
-        tree, or a callable that makes one from the parameters. None is all.
+        tree, or a callable that makes one from the parameters. None is all. What is
+        both a tree and callable, as a module of Equinox is, is taken as the tree.
       nesterov: Nesterov momentum as in ``optax.adamw(nesterov=True)``.
       amsgrad: ``True`` divides by the maximum of all :math:`v_t`, corrected
         afterwards, as PyTorch does; ``"optax"`` keeps the maximum of the corrected
@@ -198,11 +203,13 @@ def fused_adamw(
       lr_scale: what multiplies the learning rate, and with it the decay, of each
         parameter, as that of a parameter group does: a tree of numbers, finite and not
         negative, a prefix of the parameter tree (a number is one), or a callable that
-        makes one from the parameters. None is 1 for all. The product is float64 and
-        rounded once. A scale of 0 leaves the parameter as it is, as long as its moments
-        are finite, and the moments advance. One kernel call takes all scales. Static:
-        another scale is another program. Groups that differ in other hyperparameters
-        are optimizers of their own in ``optax.multi_transform``.
+        makes one from the parameters, told apart as for ``mask``. None is 1 for all.
+        The product is float64 and rounded once. A scale of 0 leaves the parameter as it
+        is, as long as its moments are finite, and the moments advance. One kernel call
+        takes all scales. Static: another scale is another program. Groups that differ
+        in other hyperparameters are optimizers of their own in
+        ``optax.multi_transform``, where trees of ``lr_scale`` and ``mask`` are those of
+        the whole model.
       ema_decay: in [0, 1): keep the average of the parameters in ``state.ema``, float32
         (float64 of float64 ones) and of the masters where there are any; without
         debiasing. None keeps none. What changes updates after this transformation, or
@@ -300,9 +307,9 @@ def fused_adamw(
     }.items():
         check_hyperparameter(name, value)
     clip, max_grad = _choose_clip(max_grad_norm, max_grad_value)
-    if not callable(mask):
+    if not is_function(mask):
         check_mask_values(mask)
-    if not callable(lr_scale):
+    if not is_function(lr_scale):
         check_lr_scale_values(lr_scale)
     _checks.check_static("mu_dtype", mu_dtype)
     _checks.check_static("nu_dtype", nu_dtype)

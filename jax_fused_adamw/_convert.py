@@ -10,6 +10,7 @@ from jax_fused_adamw import _checks
 from jax_fused_adamw._options import Options
 from jax_fused_adamw._state import (
     FusedAdamWState,
+    check_counts,
     check_state,
     copies_of,
     copy,
@@ -44,6 +45,7 @@ def make_state(
         **{name: converted(name, tree) for name, tree in moments.items()},
     )
     check_state(options, state, params)
+    check_counts(state)
     return state
 
 

@@ -22,7 +22,8 @@ def from_optax(opt_state: Any, params: Any, tx: Any) -> FusedAdamWState:
     The next step of ``tx`` then is the one that optax would have taken, as closely as
     the two agree (``rtol=5e-5``). optax's state does not say with which hyperparameters
     it was made: give ``tx`` the same, a schedule included, which goes on at the same
-    count. Weight decay has the same default in both, moments have not:
+    count; of a ``chain`` that scales updates leaf by leaf, the scales as ``lr_scale``.
+    Weight decay has the same default in both, moments have not:
     ``fused_adamw`` keeps those of low-precision parameters in float32.
 
     Args:
@@ -75,7 +76,9 @@ def to_optax(state: FusedAdamWState, params: Any, tx: Any, optax_tx: Any) -> Any
       tx: the :func:`fused_adamw` that made ``state``.
       optax_tx: the transformation that is to go on, made with the same
         hyperparameters: ``optax.adamw``, or ``optax.amsgrad`` with
-        ``amsgrad="optax"``, also in a ``chain`` with what has no state.
+        ``amsgrad="optax"``, also in a ``chain`` with what has no state. optax has no
+        ``lr_scale``, and a state does not say that ``tx`` had one: scale the updates
+        behind ``optax.adamw``, by an ``optax.stateless`` in the ``chain``.
 
     Returns:
       A tree as ``optax_tx.init(params)`` makes it, no buffer shared with ``state``;

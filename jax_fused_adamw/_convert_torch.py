@@ -1,7 +1,7 @@
 """State of PyTorch's AdamW as ours, and back."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,14 +10,20 @@ import numpy as np
 
 from jax_fused_adamw import _checks
 from jax_fused_adamw._convert import make_state, tell_what_stays
+from jax_fused_adamw._convert_torch_dict import (
+    MOMENTS,
+    ONLY_OURS,
+    count_of,
+    entries_of,
+    groups_of,
+    hyperparams_of,
+    moment,
+)
 from jax_fused_adamw._hyperparams import current_learning_rate
 from jax_fused_adamw._leaf_options import resolve_lr_scale, resolve_mask
 from jax_fused_adamw._options import Options, options_of
 from jax_fused_adamw._saved_options import recorded
 from jax_fused_adamw._state import FusedAdamWState, check_state
-
-_SCALAR = jax.ShapeDtypeStruct((), np.float32)
-_MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq", "nu_max": "max_exp_avg_sq"}
 
 
 def from_torch(
@@ -62,8 +68,10 @@ def from_torch(
 
     Raises:
       ValueError: hyperparameters that differ, by name, with both values; a parameter
-        without state, of another step, shape or path.
-      TypeError: a tensor that NumPy cannot read.
+        without state, of another step, shape or path; state that belongs to no
+        parameter or not to AdamW; groups without a hyperparameter; two leaves that
+        ``paths`` cannot tell apart.
+      TypeError: a tensor that NumPy cannot read; what is no dict or list.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np
@@ -84,9 +92,9 @@ def from_torch(
         options = options_of(tx)
         _checks.check_params(params)
         order = _order_of(params, paths)
-        groups = list(_groups_of(state_dict, len(order)))
-        entries = _entries_of(state_dict["state"], groups, params, order)
-        count = _count_of(entries)
+        groups = list(groups_of(state_dict, len(order)))
+        entries = entries_of(state_dict["state"], groups, params, order)
+        count = count_of(entries)
         of_leaves = _of_leaves(_hyperparams(options, count), options, params)
         of_names = dict(zip(entries, of_leaves, strict=True))
         names = [list(entries)[leaf] for leaf in order]
@@ -96,11 +104,11 @@ def from_torch(
             ours: jax.tree.unflatten(
                 treedef,
                 [
-                    _moment(name, entry, theirs, leaf)
+                    moment(name, entry, theirs, leaf)
                     for (name, entry), leaf in zip(entries.items(), leaves, strict=True)
                 ],
             )
-            for ours, theirs in _MOMENTS.items()
+            for ours, theirs in MOMENTS.items()
             if ours in options.state_dtypes
         }
         return make_state(options, params, count, moments)
@@ -159,7 +167,7 @@ def to_torch(
     tell_what_stays("to_torch", state)
     leaves = {
         theirs: [_as_float(x) for x in jax.tree.leaves(getattr(state, name))]
-        for name, theirs in _MOMENTS.items()
+        for name, theirs in MOMENTS.items()
     }
     kept = {name: arrays for name, arrays in leaves.items() if arrays}
     of_leaves = _of_leaves(ours, options, params)
@@ -189,13 +197,9 @@ def to_torch(
     }
 
 
-# What our options say where they are PyTorch's rule, whatever its dict says.
-_ONLY_OURS = {"eps_root": 0.0, "nesterov": False}
-
-
 def _check_has_equal(ours: Mapping[str, Any]) -> None:
     """Raises ValueError for a rule that PyTorch does not have."""
-    wrong = [name for name, theirs in _ONLY_OURS.items() if ours[name] != theirs]
+    wrong = [name for name, theirs in ONLY_OURS.items() if ours[name] != theirs]
     wrong += ["amsgrad"] if ours["amsgrad"] == "optax" else []
     if wrong:
         told = ", ".join(f"{name}={ours[name]!r}" for name in wrong)
@@ -218,6 +222,7 @@ def _order_of(params: Any, paths: Sequence[str] | None) -> list[int]:
     ]
     if paths is None:
         return list(range(len(known)))
+    _check_names(params, known)
     paths = list(paths)
     unknown = [path for path in paths if path not in known]
     missing = [path for path in known if path not in paths]
@@ -232,97 +237,20 @@ def _order_of(params: Any, paths: Sequence[str] | None) -> list[int]:
     return [known.index(path) for path in paths]
 
 
-def _groups_of(state_dict: Any, num_params: int) -> Iterator[Mapping[str, Any]]:
-    if not isinstance(state_dict, Mapping) or not (
-        {"state", "param_groups"} <= state_dict.keys()
+def _check_names(params: Any, known: Sequence[str]) -> None:
+    """Raises ValueError for two leaves of one joined name, which paths cannot tell."""
+    named: dict[str, str] = {}
+    for joined, (path, _) in zip(
+        known, jax.tree_util.tree_leaves_with_path(params), strict=True
     ):
-        raise ValueError(
-            "fused_adamw: expected what torch.optim.AdamW.state_dict() returns, with "
-            "'state' and 'param_groups'"
-        )
-    got = sum(len(group["params"]) for group in state_dict["param_groups"])
-    if got != num_params:
-        raise ValueError(
-            f"fused_adamw: state_dict is of {got} parameters, params has {num_params} "
-            "leaves"
-        )
-    for number, group in enumerate(state_dict["param_groups"]):
-        is_coupled = group.get("decoupled_weight_decay", True) is False
-        if is_coupled and group["weight_decay"] != 0:
+        name = _checks.leaf_name("params", path)
+        if joined in named:
             raise ValueError(
-                f"fused_adamw: param_groups[{number}] is of torch.optim.Adam, whose "
-                "weight decay is added to the gradient; expected torch.optim.AdamW"
+                f"fused_adamw: {named[joined]} and {name} are both {joined!r} in "
+                "paths; leave paths out, where PyTorch's order is that of "
+                "jax.tree.leaves(params), or rename a key"
             )
-        if not group.get("bias_correction", True):
-            raise ValueError(
-                f"fused_adamw: param_groups[{number}] has bias_correction=False, which "
-                "has no equal here"
-            )
-        yield group
-
-
-def _entries_of(
-    state: Mapping[Any, Any],
-    groups: Sequence[Mapping[str, Any]],
-    params: Any,
-    order: list[int],
-) -> dict[str, Any]:
-    """PyTorch's state of each parameter, or None, by our names and in our order."""
-    entries = []
-    for group in groups:
-        step = {"step": group["step"]} if "step" in group else {}  # apex keeps it here
-        found = map(state.get, group["params"])
-        entries += [None if entry is None else step | dict(entry) for entry in found]
-    of_leaf = dict(zip(order, entries, strict=True))
-    paths_and_params = jax.tree_util.tree_leaves_with_path(params)
-    return {
-        _checks.leaf_name("params", path): of_leaf[leaf]
-        for leaf, (path, _) in enumerate(paths_and_params)
-    }
-
-
-def _count_of(entries: Mapping[str, Any]) -> int:
-    """The step that all parameters are at; 0 where none has a state yet."""
-    steps = {
-        name: None if entry is None else float(_moment(name, entry, "step", _SCALAR))
-        for name, entry in entries.items()
-    }
-    if set(steps.values()) <= {None}:
-        return 0
-    told = {x: f"{name} is at step {x}" for name, x in steps.items()}
-    (step, *others) = told
-    if others or step is None or not step.is_integer():
-        raise ValueError(
-            f"fused_adamw: {', '.join(told.values())} (None: PyTorch has no state of "
-            "it); expected one whole number, since fused_adamw has one count for all "
-            "parameters. Keep those that were not trained out of both optimizers"
-        )
-    return int(step)
-
-
-def _moment(name: str, entry: Any, key: str, param: Any) -> np.ndarray:
-    if entry is None:
-        return np.zeros(param.shape, np.float32)
-    if key not in entry:
-        raise ValueError(f"fused_adamw: state_dict has no {key} of {name}")
-    array = _array(entry[key], f"{key} of {name}")
-    if array.shape != param.shape:
-        raise ValueError(
-            f"fused_adamw: {key} of {name} has shape {array.shape}, expected "
-            f"{param.shape}, the parameter's: transpose it as you did the weight, or "
-            "give PyTorch's order of parameters in paths="
-        )
-    return array
-
-
-def _array(value: Any, what: str) -> np.ndarray:
-    try:
-        return np.asarray(np.asarray(value), np.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"fused_adamw: NumPy cannot read {what} ({error}); pass "
-            "tensor.detach().float().cpu()"
-        ) from error
+        named[joined] = name
 
 
 def _hyperparams(options: Options, count: Any) -> dict[str, Any]:
@@ -368,7 +296,7 @@ def _compare(
     changed = {changed} if isinstance(changed, str) else set(changed)
     told, names = [], iter(of_names)
     for number, group in enumerate(groups):
-        theirs = _of_group(group)
+        theirs = hyperparams_of(f"param_groups[{number}]", group)
         may_change = theirs.keys() - {"amsgrad"}  # whose maxima cannot be converted
         if changed - may_change:
             raise ValueError(
@@ -394,17 +322,8 @@ def _compare(
         )
 
 
-def _of_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    numbers = dict(zip(("b1", "b2"), group["betas"], strict=True)) | {
-        "learning_rate": group["lr"],
-        "eps": group["eps"],
-        "weight_decay": group["weight_decay"],
-    }
-    flags = {name: bool(group.get(name, False)) for name in ("amsgrad", "maximize")}
-    return {k: float(_array(x, k)) for k, x in numbers.items()} | flags | _ONLY_OURS
-
-
 def _same(theirs: Any, ours: Any) -> bool:
     if isinstance(theirs, bool) or isinstance(ours, str):
         return theirs is ours
-    return theirs == ours or np.float32(theirs) == np.float32(ours)
+    with np.errstate(over="ignore"):
+        return theirs == ours or np.float32(theirs) == np.float32(ours)

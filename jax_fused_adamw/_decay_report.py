@@ -2,6 +2,7 @@
 
 import contextvars
 import math
+import numbers
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,8 @@ class DecayReport(NamedTuple):
     """Leaves by their paths, as :func:`decay_report` finds them; prints as a table.
 
     Attributes:
-      decayed: leaves to which weight decay applies.
+      decayed: leaves to which weight decay applies: as it is multiplied by the
+        learning rate, those of ``lr_scale`` 0 are not among them.
       not_decayed: leaves that ``fused_adamw`` updates without one.
       others: leaves that no ``fused_adamw`` updates.
       lr_scales: of each leaf of the first two, what multiplies its learning rate.
@@ -86,8 +88,8 @@ def tell_decay_report(options: Options, params: Any) -> None:
     running = _RUNNING.get()
     if running is None:
         return
-    decay = options.weight_decay
-    has_decay = isinstance(decay, jax.core.Tracer) or float(decay) != 0.0
+    factors = (options.weight_decay, options.learning_rate)
+    has_decay = not any(map(_is_zero, factors))
     columns = (
         tree_leaves_with_path(params),
         resolve_mask(options.mask, params),
@@ -95,10 +97,23 @@ def tell_decay_report(options: Options, params: Any) -> None:
     )
     running.append(
         {
-            leaf_name("params", path): _Told(leaf.shape, decays and has_decay, lr_scale)
+            leaf_name("params", path): _Told(
+                leaf.shape, decays and has_decay and lr_scale != 0.0, lr_scale
+            )
             for (path, leaf), decays, lr_scale in zip(*columns, strict=True)
         }
     )
+
+
+def _is_zero(hyperparameter: Any) -> bool:
+    """Whether the host sees that it is, and for every step."""
+    if isinstance(hyperparameter, jax.Array):
+        is_traced = isinstance(hyperparameter, jax.core.Tracer)
+        if is_traced or not hyperparameter.is_fully_addressable:
+            return False
+    elif callable(hyperparameter):
+        return False
+    return float(hyperparameter) == 0.0
 
 
 def decay_report(tx: Any, params: Any) -> DecayReport:
@@ -108,7 +123,8 @@ def decay_report(tx: Any, params: Any) -> DecayReport:
     computed or allocated. So it works for any optax transformation around
     ``fused_adamw`` that gives it leaves under their own paths: ``chain``, ``masked``,
     ``multi_transform``, ``inject_hyperparams``, :func:`accumulate`. A ``weight_decay``
-    that is an array in there (``inject_hyperparams``) counts as one that is not zero.
+    or ``learning_rate`` that is an array in there (``inject_hyperparams``), and a
+    schedule, count as not zero.
 
     Args:
       tx: ``fused_adamw``, or a transformation with one or more inside.
@@ -121,8 +137,8 @@ def decay_report(tx: Any, params: Any) -> DecayReport:
       ValueError: there is no ``fused_adamw`` inside, two of them update the same leaf,
         or it is given other leaves than ``params`` has (``optax.flatten``); a ``mask``
         or ``lr_scale`` that does not suit the parameters.
-      TypeError: a leaf that ``fused_adamw`` cannot hold, or a wrong ``mask`` or
-        ``lr_scale``.
+      TypeError: a leaf that ``fused_adamw`` cannot hold, a wrong ``mask`` or
+        ``lr_scale``, a ``tx`` that is no transformation.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -138,8 +154,13 @@ def decay_report(tx: Any, params: Any) -> DecayReport:
       not_decayed: 1 of 2 leaves, 50 parameters
       others: 0 of 2 leaves, 0 parameters
     """
+    if not callable(getattr(tx, "init", None)):
+        raise TypeError(
+            "decay_report: expected an optax transformation as tx, got "
+            f"{type(tx).__name__}; call decay_report(tx, params)"
+        )
     shapes = {
-        leaf_name("params", path): np.shape(leaf)
+        leaf_name("params", path): _shape(path, leaf)
         for path, leaf in tree_leaves_with_path(params)
     }
     told: dict[str, _Told] = {}
@@ -165,6 +186,16 @@ def decay_report(tx: Any, params: Any) -> DecayReport:
         lr_scales={x: told[x].lr_scale for x in shapes if x in told},
         num_parameters={name: math.prod(shape) for name, shape in shapes.items()},
     )
+
+
+def _shape(path: Any, leaf: Any) -> tuple[int, ...]:
+    if not hasattr(leaf, "shape") and not isinstance(leaf, numbers.Number):
+        raise TypeError(
+            f"decay_report: {leaf_name('params', path)} is of type "
+            f"{type(leaf).__name__}, expected an array or a jax.ShapeDtypeStruct; of a "
+            "module of Equinox pass eqx.filter(module, eqx.is_inexact_array)"
+        )
+    return np.shape(leaf)
 
 
 def _ask(tx: Any, params: Any) -> _Calls:

@@ -5,16 +5,29 @@ callable that makes either from the parameters.
 """
 
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.tree_util import tree_leaves_with_path
 
 from jax_fused_adamw import _checks
 from jax_fused_adamw._checks import leaf_name
+from jax_fused_adamw._options import Options
 from jax_fused_adamw._shardings import is_empty
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+def is_function(option: Any) -> bool:
+    """Whether a mask or lr_scale is called with the parameters, by optax's rule.
+
+    A module of Equinox is a tree that can be called: as a mask it is the tree.
+    """
+    leaves = jax.tree.leaves(option)
+    return callable(option) and bool(leaves) and all(map(callable, leaves))
 
 
 def check_mask_values(tree: Any) -> None:
@@ -47,10 +60,41 @@ def check_lr_scale_values(tree: Any) -> None:
                 f"fused_adamw: {name} must be a real number, got {value!r} of type "
                 f"{type(value).__name__}{advice}"
             )
-        if not 0 <= float(value) <= float(np.finfo(np.float32).max):
+        number: Any = value  # as it is: an integer may be too large for float()
+        if not 0 <= number <= _FLOAT32_MAX:
             raise ValueError(
                 f"fused_adamw: {name} must be a scale >= 0 and finite in float32, got "
                 f"{value!r}"
+            )
+
+
+def check_leaf_options(options: Options, params: Any) -> None:
+    """Raises unless trees given as mask or lr_scale suit the parameters.
+
+    Functions wait for the step: Flax nnx gives ``init`` its variables and ``update``
+    their arrays, and a function may know the paths of one only.
+    """
+    if not jax.tree.leaves(params):  # optax.tree.map_params asks with a placeholder
+        return
+    if not is_function(options.mask):
+        resolve_mask(options.mask, params)
+    if not is_function(options.lr_scale):
+        scales = resolve_lr_scale(options.lr_scale, params)
+        if not callable(options.learning_rate):
+            check_scaled_rates(options.learning_rate, scales, params)
+
+
+def check_scaled_rates(rate: Any, scales: Iterable[float], params: Any) -> None:
+    """Raises ValueError where the host sees that a leaf's own rate is infinite."""
+    if isinstance(rate, jax.Array):
+        return
+    rate = float(rate)
+    for (path, _), scale in zip(tree_leaves_with_path(params), scales, strict=True):
+        if abs(rate * scale) > _FLOAT32_MAX:
+            raise ValueError(
+                f"fused_adamw: lr_scale of {leaf_name('params', path)} is {scale:g}, "
+                f"which makes the learning rate {rate:g} infinite in float32; expected "
+                "a finite product"
             )
 
 
@@ -74,7 +118,7 @@ def _of_leaves(
     name: str, option: Any, params: Any, check: Callable[[Any], None]
 ) -> list[Any]:
     """One checked value a leaf of params."""
-    tree = option(params) if callable(option) else option
+    tree = option(params) if is_function(option) else option
     check(tree)
     for prepare in (lambda tree, _: tree, _without_others):
         try:
@@ -82,9 +126,33 @@ def _of_leaves(
         except ValueError as error:
             reason = error
     raise ValueError(
-        f"fused_adamw: the tree of {name}, {jax.tree.structure(tree)}, is not a prefix "
-        f"of the parameters' tree, {jax.tree.structure(params)}"
+        f"fused_adamw: the tree of {name} is not a prefix of the parameters' tree: "
+        f"{_first_difference(name, tree, params)}. Give every leaf, or every subtree, "
+        "of params one value"
     ) from reason
+
+
+def _first_difference(name: str, tree: Any, params: Any) -> str:
+    values = {path for path, _ in tree_leaves_with_path(tree)}
+    held = {path for path, _ in tree_leaves_with_path(tree, is_leaf=is_empty)}
+    expected = tree_leaves_with_path(params, is_leaf=is_empty)
+    known = {path[:i] for path, _ in expected for i in range(len(path) + 1)}
+    for path in sorted(values - known, key=str):
+        return f"{leaf_name(name, path)} has no counterpart in params"
+    for path, param in expected:
+        given = held if is_empty(param) else values
+        if not any(path[:i] in given for i in range(len(path) + 1)):
+            advice = ""
+            if isinstance(param, optax.MaskedNode):
+                advice = (
+                    ", which is another group's: in a group of optax.multi_transform "
+                    "it is the tree of the whole model"
+                )
+            return f"it has no value for {leaf_name('params', path)}{advice}"
+    return (
+        f"the containers differ: expected those of {jax.tree.structure(params)}, got "
+        f"{jax.tree.structure(tree)}"
+    )
 
 
 def _without_others(tree: Any, params: Any) -> Any:

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
+from jax_fused_adamw._leaf_options import is_function
 from jax_fused_adamw._options import Options
 
 _VERSION = 2
@@ -33,6 +35,11 @@ _OFF = {
     "max_grad_value": None,
     "skip_nonfinite": False,
 }
+# What a step in float32 reads rounded to float32. Of b1, b2 and ema_decay it reads
+# powers and complements, which are taken in float64: 1 - 0.999 and
+# 1 - float32(0.999) differ by 1e-5 of their size.
+_ROUNDED = {"learning_rate", "eps", "eps_root", "weight_decay"}
+_ROUNDED |= {"max_grad_norm", "max_grad_value"}
 _AMSGRAD = {"off": False, "uncorrected": True, "corrected": "optax"}
 
 
@@ -84,7 +91,7 @@ def _tree(tree: Any, kind: type) -> Any:
     """Of a mask or of scales."""
     if tree is None:
         return None
-    if callable(tree):
+    if is_function(tree):
         return "function"
     paths_and_values = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): kind(x) for path, x in paths_and_values}
@@ -94,11 +101,12 @@ def check(
     options: Options, saved: Mapping[str, Any] | None, changed: Iterable[str]
 ) -> tuple[str, ...]:
     """What could not be compared; raises ValueError for what differs."""
-    now, saved = recorded(options), {"version": 1} if saved is None else dict(saved)
+    saved = {"version": 1} if saved is None else _as_dict(saved)
+    now = recorded(options)
     changed = (changed,) if isinstance(changed, str) else tuple(changed)
     version = saved.pop("version", None)
     del now["version"]
-    if not isinstance(version, int) or not 1 <= version <= _VERSION:
+    if type(version) is not int or not 1 <= version <= _VERSION:
         raise ValueError(
             f"fused_adamw: the saved options have version {version!r}, this release "
             f"knows 1 to {_VERSION}; restore with the release that saved them"
@@ -115,7 +123,13 @@ def check(
             )
     old = _OFF | saved
     compared = [name for name in now if name in old and name not in changed]
-    differing = [name for name in compared if _differ(old[name], now[name])]
+    rounded = _rounded_names(old, now)
+    differing = [
+        name
+        for name in compared
+        if not _same(old[name], now[name], name in rounded)
+        and not _cannot_tell(old[name], now[name])
+    ]
     if differing:
         told = [f"{name} was {old[name]!r} and is {now[name]!r}" for name in differing]
         raise ValueError(
@@ -131,13 +145,33 @@ def check(
     )
 
 
-def _differ(old: Any, new: Any) -> bool:
-    return not _same(old, new) and not _cannot_tell(old, new)
+def _as_dict(saved: Any) -> dict[str, Any]:
+    if isinstance(saved, Mapping):
+        return dict(saved)
+    advice = "json.loads makes one of it" if isinstance(saved, (str, bytes)) else ""
+    raise TypeError(
+        "fused_adamw: the saved options must be a dict, as options() returns, got "
+        f"{type(saved).__name__}; {advice or 'pass None where there are none'}"
+    )
 
 
-def _same(old: Any, new: Any) -> bool:
+def _rounded_names(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
+    """Of numbers that act as float32 ones."""
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        return set()  # there may be leaves of float64
+    # Its product with a scale is rounded, not the learning rate itself.
+    scaled = any(options["lr_scale"] is not None for options in (old, new))
+    return _ROUNDED - {"learning_rate"} if scaled else _ROUNDED
+
+
+def _same(old: Any, new: Any, is_rounded: bool) -> bool:
     # JSON of other writers may say 0 for 0.0; True is no number here.
-    return old == new and isinstance(old, bool) == isinstance(new, bool)
+    if isinstance(old, bool) != isinstance(new, bool):
+        return False
+    if is_rounded and all(isinstance(x, (int, float)) for x in (old, new)):
+        with np.errstate(over="ignore"):
+            return bool(np.float32(old) == np.float32(new))
+    return old == new
 
 
 def _cannot_tell(old: Any, new: Any) -> bool:

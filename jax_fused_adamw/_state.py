@@ -103,7 +103,8 @@ class FusedAdamWState(NamedTuple):
         Args:
           parts: arrays and trees by name, of JAX or of NumPy. NumPy arrays are copied
             to the default device; ``jax.device_put`` with :func:`state_shardings` moves
-            them to where cut parameters lie.
+            them to where cut parameters lie. A JAX array that is there twice, or is one
+            of ``params``, is copied: a buffer cannot be donated twice.
           params: the parameters that the state belongs to, or their shapes and dtypes
             (:class:`jax.ShapeDtypeStruct`).
           tx: the :func:`fused_adamw` that is to use the state. The state does not say
@@ -112,8 +113,8 @@ class FusedAdamWState(NamedTuple):
 
         Raises:
           ValueError: parts that are missing or unknown, that ``tx`` does not have or
-            has, another tree or shape.
-          TypeError: another dtype.
+            has, another tree or shape, a negative count.
+          TypeError: another dtype; a report that is no dict.
 
         Each names the part and the path of the leaf.
 
@@ -132,9 +133,17 @@ class FusedAdamWState(NamedTuple):
             options = options_of(tx)
             state = cls(**_fields_of(parts))
             check_state(options, state, params)
-        return jax.tree.map(
-            lambda x: x if isinstance(x, jax.Array) else jnp.array(x), state
-        )
+            check_counts(state)
+        taken = {id(x) for x in jax.tree.leaves(params)}
+
+        def own(x: Any) -> jax.Array:
+            """An array of JAX, in a buffer that nothing else in a step has."""
+            if isinstance(x, jax.Array) and id(x) not in taken:
+                taken.add(id(x))
+                return x
+            return jnp.array(x)
+
+        return jax.tree.map(own, state)
 
 
 _ALWAYS = ("count", "mu", "nu", "skipped", "consecutive")
@@ -152,6 +161,11 @@ def _fields_of(parts: Mapping[str, Any]) -> dict[str, Any]:
     _check_names("parts", parts, _ALWAYS, optional)
     fields = dict.fromkeys(known) | dict(parts)
     if fields["report"] is not None:
+        if not isinstance(fields["report"], Mapping):
+            raise TypeError(
+                "fused_adamw: parts['report'] must be a dict, as state.into_parts() "
+                f"returns, got {type(fields['report']).__name__}"
+            )
         _check_names("parts['report']", fields["report"], GradReport._fields)
         report = GradReport(**fields["report"])
         for name, value, like in zip(report._fields, report, no_report(), strict=True):
@@ -256,6 +270,19 @@ def check_state(options: Options, state: FusedAdamWState, params: Any) -> None:
             _checks.check_state_tree(name, getattr(state, name), params, dtype)
     for name in ("count", "skipped", "consecutive"):
         _checks.check_counter(name, getattr(state, name))
+
+
+def check_counts(state: FusedAdamWState) -> None:
+    """Raises ValueError for a negative count, where the host can see it."""
+    for name in ("count", "skipped", "consecutive"):
+        counter = getattr(state, name)
+        if isinstance(counter, jax.core.Tracer):
+            continue
+        if getattr(counter, "is_fully_addressable", True) and counter < 0:
+            raise ValueError(
+                f"fused_adamw: state.{name} is {int(counter)}, expected a number of "
+                "steps >= 0; is the file damaged?"
+            )
 
 
 def check_state_type(state: Any) -> None:

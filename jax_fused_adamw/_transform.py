@@ -24,7 +24,12 @@ from jax_fused_adamw._hyperparams import (
     scale_operand,
     skip_update_operand,
 )
-from jax_fused_adamw._leaf_options import resolve_lr_scale, resolve_mask
+from jax_fused_adamw._leaf_options import (
+    check_leaf_options,
+    check_scaled_rates,
+    resolve_lr_scale,
+    resolve_mask,
+)
 from jax_fused_adamw._noise import noise_operand
 from jax_fused_adamw._operands import (
     Buffers,
@@ -155,7 +160,11 @@ class FusedAdamW(optax.GradientTransformationExtraArgs):
         """Compares this optimizer with one whose :meth:`options` were saved.
 
         An option that ``saved`` does not have was not there yet, and counts as off; a
-        hyperparameter that it does not have is not compared.
+        hyperparameter that it does not have is not compared. Numbers are compared as
+        steps use them: ``np.float32(0.1)`` and 0.1 are the same learning rate of
+        float32 arithmetic, but not with ``lr_scale``, by which it is multiplied before
+        it is rounded, nor with ``jax_enable_x64``, where leaves may be float64; and
+        they are never the same ``b1``, ``b2``, ``ema_decay`` or scale.
 
         Args:
           saved: what :meth:`options` returned; None for a state that was saved without
@@ -171,6 +180,7 @@ class FusedAdamW(optax.GradientTransformationExtraArgs):
         Raises:
           ValueError: options that differ, by name, with both values; a later version;
             an unknown name in ``saved`` or ``changed``.
+          TypeError: ``saved`` is no dict, but for example the text of its JSON.
 
         Examples:
           >>> import jax_fused_adamw as jfa
@@ -194,6 +204,7 @@ def make_transformation(options: Options) -> FusedAdamW:
 
 def _init(options: Options, params: Any) -> FusedAdamWState:
     state = init_state(options, params)
+    check_leaf_options(options, params)
     tell_decay_report(options, params)
     return state
 
@@ -276,6 +287,7 @@ def _config_and_scalars(
     hyperparams = _hyperparams(options, state.count, control.gradient_scale)
     hyper_bits, traced, traced_values = encode(hyperparams)
     lr_scales = resolve_lr_scale(options.lr_scale, step.params)
+    check_scaled_rates(hyperparams["learning_rate"], lr_scales, step.params)
     has_bfloat16 = any(x.dtype == jnp.bfloat16 for x in buffers.params)
     config = UpdateConfig(
         decays=resolve_mask(options.mask, step.params),

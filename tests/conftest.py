@@ -25,7 +25,18 @@ def pytest_runtest_setup(item):
             pytest.skip(f"is about {needed}, the default is {jax.default_backend()}")
 
 
+def refuse_addresses(names):
+    """A test's name must be the same in every worker process, or none can run it."""
+    moving = [name for name in names if "at 0x" in name]
+    if moving:
+        raise pytest.UsageError(
+            f"names of tests ({len(moving)}, such as {moving[0]}) hold an address in "
+            "memory, which differs from process to process: give the parameters ids"
+        )
+
+
 def pytest_collection_modifyitems(config, items):
+    refuse_addresses(item.nodeid for item in items)
     if config.getoption("-m"):
         return
     skip = pytest.mark.skip(reason="slow; run with -m slow")

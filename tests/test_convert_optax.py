@@ -183,3 +183,33 @@ def test_sharded_state_stays_where_it_is():
     state = jfa.from_optax(opt_state, params, tx)
     assert state.mu["w"].sharding == rows
     assert jfa.to_optax(state, params, tx, peer)[0].nu["w"].sharding == rows
+
+
+def test_a_negative_count_is_refused():
+    adam, *others = optax.adamw(0.1).init(PARAMS)
+    spoiled = (adam._replace(count=jnp.int32(-2)), *others)
+    with pytest.raises(ValueError, match="from_optax: state.count is -2, expected"):
+        jfa.from_optax(spoiled, PARAMS, jfa.fused_adamw(0.1))
+
+
+def test_scaled_updates_of_optax_go_on_as_lr_scale_and_back():
+    scales = {"w": 0.25, "b": 2.0}
+
+    def scale(updates, params):
+        return {k: scaled(u, scales[k]) for k, u in updates.items()}
+
+    peer = optax.chain(optax.adamw(0.05, **COMMON), optax.stateless(scale))
+    tx = ours(dict(lr_scale=scales))
+    params, opt_state = walk(peer, PARAMS, peer.init(PARAMS), GRADS[:2])
+    state = jfa.from_optax(opt_state, params, tx)
+    middle, state = walk(tx, params, state, GRADS[2:4])
+    opt_state = jfa.to_optax(state, middle, tx, peer)
+    got, _ = walk(peer, middle, opt_state, GRADS[4:6])
+    expected, _ = walk(peer, PARAMS, peer.init(PARAMS), GRADS[:6])
+    forgotten, _ = walk(optax.adamw(0.05, **COMMON), middle, opt_state[0], GRADS[4:6])
+    for leaf, right, wrong, start in zip(
+        *map(jax.tree.leaves, (got, expected, forgotten, PARAMS)), strict=True
+    ):
+        way = np.abs(right - start).max()
+        np.testing.assert_allclose(leaf, right, rtol=0, atol=5e-5 * way)
+        assert np.abs(wrong - right).max() > 1e-2 * way

@@ -260,28 +260,6 @@ def test_other_paths_are_refused(run, paths, named):
         convert(run, paths=paths)
 
 
-def test_other_state_dicts_are_refused(run):
-    good = state_dict_at(run, "saved")
-    with pytest.raises(ValueError, match="param_groups"):
-        convert(run, good["state"])
-    with pytest.raises(ValueError, match="of 1 parameters, params has 2"):
-        convert(run, good | {"param_groups": run[0][:1]})
-    coupled = [group | {"decoupled_weight_decay": False} for group in run[0]]
-    with pytest.raises(ValueError, match="torch.optim.Adam, whose"):
-        convert(run, good | {"param_groups": coupled})
-    half = good["state"] | {1: good["state"][1] | {"step": np.float32(2.0)}}
-    with pytest.raises(ValueError, match=r"kernel.* is at step 3.0"):
-        convert(run, good | {"state": half})
-    with pytest.raises(ValueError, match=r"bias.* is at step None"):
-        convert(run, good | {"state": {0: good["state"][0]}})
-    without = {i: {"exp_avg": x["exp_avg"]} for i, x in good["state"].items()}
-    with pytest.raises(ValueError, match=r"no step of params\['bias'\]"):
-        convert(run, good | {"state": without})
-    lacking = {i: {"step": x["step"]} for i, x in good["state"].items()}
-    with pytest.raises(ValueError, match=r"no exp_avg of params\['bias'\]"):
-        convert(run, good | {"state": lacking})
-
-
 def test_an_optimizer_that_has_taken_no_step(run):
     fresh = state_dict_at(run, "saved") | {"state": {}}
     params = params_at(run, "saved")

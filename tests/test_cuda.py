@@ -25,6 +25,11 @@ pytestmark = pytest.mark.skipif(GPU is None, reason="needs a CUDA device")
 SIZES = (0, 1, 3, 4, 5, 127, 511, 512, 513, 1029, 0, 20_001)
 DTYPES = ("float32", "bfloat16", "float16")
 SPECIAL = np.array([0.0, -0.0, np.inf, np.nan, 1e-40], np.float32)
+# What one compiled step may be told: nothing, to skip, a scale.
+EXTRAS = [
+    dict(skip_update=jnp.array(skip), gradient_scale=jnp.float32(scale))
+    for skip, scale in ((False, 1.0), (True, 1.0), (False, 3.0))
+]
 
 
 def make_leaves(sizes, param_dtype="float32", grad_dtype="float32", seed=0):
@@ -105,11 +110,7 @@ def test_options_and_dtypes(amsgrad, nesterov, alias):
         maximize=nesterov,
         mask=[i % 2 == 0 for i in range(len(params))],
     )
-    extras = [
-        dict(skip_update=jnp.array(skip), gradient_scale=jnp.float32(scale))
-        for skip, scale in ((False, 1.0), (True, 1.0), (False, 3.0))
-    ]
-    assert_gpu_equals_cpu(tx, params, grads, extras=extras)
+    assert_gpu_equals_cpu(tx, params, grads, extras=EXTRAS)
 
 
 def test_bias_corrections():

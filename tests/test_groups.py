@@ -195,6 +195,33 @@ def test_report_that_cannot_know_says_so(tx, error, text):
         jfa.decay_report(tx, PARAMS)
 
 
+def test_nothing_decays_at_a_learning_rate_of_zero():
+    """The decay of a step is learning rate times lr_scale times weight_decay."""
+    scales = {"body": 0, "head": 0.5}
+    for rate in (1e-3, lambda count: 0.0, jnp.float32(1e-3)):
+        report = jfa.decay_report(jfa.fused_adamw(rate, lr_scale=scales), ABSTRACT)
+        assert report.not_decayed == names("body.b", "body.w", "body.v")
+        assert report.decayed == names("head.b", "head.w")
+    for tx in (jfa.fused_adamw(0), jfa.fused_adamw(1.0, weight_decay=jnp.zeros(()))):
+        assert jfa.decay_report(tx, ABSTRACT).decayed == ()
+    assert len(jfa.decay_report(injected(learning_rate=0.0), ABSTRACT).decayed) == 5
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ((PARAMS, OURS), "expected an optax transformation as tx, got dict; call"),
+        ((3, PARAMS), "expected an optax transformation as tx, got int"),
+        ((OURS, {"w": PARAMS["head"]["w"], "act": len}), r"\['act'\] is of type buil"),
+        ((OURS, OURS), "expected an array or a jax.ShapeDtypeStruct"),
+    ],
+    ids=["swapped", "number", "function", "no params"],
+)
+def test_report_of_wrong_arguments_is_a_clear_error(arguments, text):
+    with pytest.raises(TypeError, match=f"^decay_report: .*{text}"):
+        jfa.decay_report(*arguments)
+
+
 def test_report_names_what_the_optimizer_cannot_hold():
     with pytest.raises(TypeError, match=r"params\['n'\].*int32"):
         jfa.decay_report(OURS, {"n": jnp.arange(3)})

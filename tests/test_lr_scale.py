@@ -145,13 +145,13 @@ def test_zero_freezes_the_parameter_and_moves_its_moments():
 ONES = [1, 1.0, np.float32(1), dict.fromkeys(PARAMS, 1), lambda params: 1.0]
 
 
-def name_of(scales):
+def name_of_scales(scales):
     """Without an address, which would differ from one worker process to the next."""
     return "callable" if callable(scales) else str(scales)
 
 
 @pytest.mark.parametrize("implementation", ["ffi", "xla"])
-@pytest.mark.parametrize("ones", ONES, ids=name_of)
+@pytest.mark.parametrize("ones", ONES, ids=name_of_scales)
 def test_ones_are_the_program_without_scales(ones, implementation):
     def lowered(lr_scale):
         tx = jfa.fused_adamw(
@@ -166,105 +166,6 @@ def test_ones_are_the_program_without_scales(ones, implementation):
     assert lowered(ones) == lowered(None)
     assert "lr_scales" not in lowered(None)
     assert lowered(SCALES) != lowered(None)
-
-
-# --- How it is given ------------------------------------------------------------------
-
-NESTED = {"body": {"w": PARAMS["a"], "b": PARAMS["b"]}, "head": {"w": PARAMS["c"]}}
-FORMS = {
-    "tree": {"body": {"w": 0.5, "b": 0.5}, "head": {"w": 3}},
-    "prefix": {"body": 0.5, "head": np.int64(3)},
-    "callable": lambda params: {
-        "body": jax.tree.map(lambda p: 0.5, params["body"]),
-        "head": jax.tree.map(lambda p: 3.0, params["head"]),
-    },
-    "callable that returns a prefix": lambda params: {
-        "body": np.float32(0.5),
-        "head": {"w": 3.0},
-    },
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_forms(form):
-    tx = jfa.fused_adamw(**HYPERPARAMS, lr_scale=FORMS[form])
-    grads = random_like(NESTED, 5)
-    params, _ = jfa.step(tx, grads, tx.init(NESTED), NESTED)
-    for name, scale in (("body", 0.5), ("head", 3.0)):
-        alone = jfa.fused_adamw(**HYPERPARAMS | dict(learning_rate=LR * scale))
-        expected, _ = jfa.step(alone, grads, alone.init(NESTED), NESTED)
-        assert_same_bits(params[name], expected[name])
-
-
-@pytest.mark.parametrize(
-    "scale", [0.5, lambda params: 0.5, np.float64(0.5)], ids=name_of
-)
-def test_one_array(scale):
-    p, g = PARAMS["a"], GRADS["a"]
-    half = jfa.fused_adamw(**HYPERPARAMS | dict(learning_rate=LR / 2))
-    tx = jfa.fused_adamw(**HYPERPARAMS, lr_scale=scale)
-    assert_same_bits(
-        jfa.adamw_step(p, g, options=tx), jfa.adamw_step(p, g, options=half)
-    )
-
-
-BAD_VALUES = [
-    (True, TypeError, "lr_scale must be a real number.*a mask"),
-    ({"a": np.bool_(True)}, TypeError, r"lr_scale\['a'\].*a mask"),
-    ({"a": "x"}, TypeError, r"lr_scale\['a'\] must be a real number"),
-    ({"a": [0.5, 1j]}, TypeError, r"lr_scale\['a'\]\[1\] must be a real number"),
-    ({"a": -0.5}, ValueError, r"lr_scale\['a'\].*-0.5"),
-    ({"a": np.nan}, ValueError, r"lr_scale\['a'\].*nan"),
-    ({"a": np.inf}, ValueError, r"lr_scale\['a'\].*inf"),
-    ({"a": 1e39}, ValueError, r"lr_scale\['a'\].*finite in float32"),
-    ({"a": jnp.float32(1)}, TypeError, r"lr_scale\['a'\] is an array.*static_args"),
-    ({"a": np.ones(())}, TypeError, "multi_transform"),
-]
-
-
-@pytest.mark.parametrize("values, error, text", BAD_VALUES, ids=str)
-def test_bad_values_are_named(values, error, text):
-    with pytest.raises(error, match=text):
-        jfa.fused_adamw(1e-3, lr_scale=values)
-    tx = jfa.fused_adamw(1e-3, lr_scale=lambda params: values)
-    with pytest.raises(error, match=text):
-        tx.update(GRADS, tx.init(PARAMS), PARAMS)
-
-
-def test_a_tracer_is_refused():
-    @jax.jit
-    def step(scale):
-        tx = jfa.fused_adamw(1e-3, lr_scale={name: scale for name in PARAMS})
-        return jfa.step(tx, GRADS, tx.init(PARAMS), PARAMS)
-
-    with pytest.raises(TypeError, match=r"lr_scale\['a'\] is an array"):
-        step(0.5)
-
-
-@pytest.mark.parametrize("scales", [{"a": 1.0}, {**SCALES, "e": 1.0}, [1.0] * 4])
-def test_another_tree_is_refused(scales):
-    tx = jfa.fused_adamw(1e-3, lr_scale=scales)
-    with pytest.raises(ValueError, match="lr_scale.*not a prefix"):
-        tx.update(GRADS, tx.init(PARAMS), PARAMS)
-
-
-def test_inject_hyperparams_wants_it_static():
-    """It makes arrays of numbers, and takes a function for a schedule of its count."""
-
-    def init(scale, *static):
-        inject = optax.inject_hyperparams(jfa.fused_adamw, static_args=static)
-        return inject(1e-3, lr_scale=scale).init({"w": jnp.ones(3)})
-
-    def rates(params):
-        return jax.tree.map(lambda p: 2, params)
-
-    for scale in (0.5, rates):
-        with pytest.raises(TypeError, match=r'static_args=\("lr_scale",\)'):
-            init(scale)
-        init(scale, "lr_scale")
-    init({"w": 0.5})
-    with pytest.raises(TypeError, match=r"write 2\.0"):
-        init(2, "lr_scale")
 
 
 # --- One call, with everything else ---------------------------------------------------

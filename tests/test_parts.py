@@ -65,6 +65,23 @@ def test_shapes_serve_as_params_and_arrays_of_jax_are_not_copied():
     assert restored.mu["w"] is state.mu["w"]
 
 
+def test_arrays_that_are_there_twice_can_be_donated():
+    """As those of a tool that keeps one buffer for equal leaves."""
+    tx = jfa.fused_adamw(0.1, ema_decay=0.9)
+    params = {"w": jnp.ones(2), "b": jnp.zeros(2)}
+    zeros = dict.fromkeys(params, jnp.zeros(2))
+    parts = tx.init(params).into_parts()
+    zero = parts["count"]
+    parts |= {"mu": zeros, "nu": zeros, "ema": params}
+    parts |= {"skipped": zero, "consecutive": zero}
+    state = jfa.FusedAdamWState.from_parts(parts, params, tx)
+    assert_same_bits(state, tx.init(params))
+    step = jax.jit(tx.step, donate_argnums=(1, 2))
+    grads = dict.fromkeys(params, jnp.ones(2))
+    expected = tx.step(grads, tx.init(params), params)
+    assert_same_bits(step(grads, state, params), expected)
+
+
 def with_leaf(parts, name, change):
     parts[name]["w"] = change(np.asarray(parts[name]["w"]))
 
@@ -106,7 +123,28 @@ BAD = {
         r"state.nu_max\['w'\] is missing",
     ),
     "count": (lambda parts: parts.update(count=3), TypeError, "state.count.*int32"),
+    "negative count": (
+        lambda parts: parts.update(count=np.int32(-5)),
+        ValueError,
+        "state.count is -5, expected a number of steps >= 0",
+    ),
+    "negative skips": (
+        lambda parts: parts.update(consecutive=jnp.int32(-1)),
+        ValueError,
+        "state.consecutive is -1",
+    ),
+    "report is a number": (
+        lambda parts: parts.update(report=3),
+        TypeError,
+        r"parts\['report'\] must be a dict, .* got int",
+    ),
+    "report is a tuple": (
+        lambda parts: parts.update(report=REPORT),
+        TypeError,
+        r"parts\['report'\] must be a dict, .* got GradReport",
+    ),
 }
+REPORT = jfa.GradReport(jnp.float32(0), jnp.float32(0), jnp.int32(0))
 
 
 @pytest.mark.parametrize(("spoil", "error", "named"), BAD.values(), ids=BAD)

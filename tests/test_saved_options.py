@@ -104,6 +104,71 @@ def test_the_two_kinds_of_amsgrad_differ():
         make(amsgrad="optax").check_options(saved(amsgrad=True), changed="amsgrad")
 
 
+ROUNDED = ["learning_rate", "eps", "eps_root", "weight_decay"]
+ROUNDED += ["max_grad_norm", "max_grad_value"]
+EXACT = ["b1", "b2", "ema_decay", "lr_scale"]
+
+
+@pytest.mark.parametrize("name", ROUNDED + EXACT)
+def test_numbers_are_compared_as_steps_use_them(name):
+    """And steps do use them so: the same parameters, or others."""
+    number = 0.999 if name in ("b1", "b2", "ema_decay") else 0.1
+    values = {"one": number, "rounded": np.float32(number), "other": number + 1e-7}
+
+    def params_after(value):
+        tx = make(**dict(learning_rate=0.3, eps=1e-3) | {name: value})
+        params = {"w": jnp.linspace(-1.0, 1.0, 1001)}
+        state = tx.init(params)
+        for _ in range(3):
+            params, state = tx.step({"w": 0.3 * params["w"]}, state, params)
+        return params["w"], state.ema["w"] if state.ema else params["w"]
+
+    one, rounded, other = (params_after(x) for x in values.values())
+    acts_the_same = all(map(np.array_equal, one, rounded))
+    assert acts_the_same == (name in ROUNDED)
+    assert not all(map(np.array_equal, one, other))
+    for now, then in (("one", "rounded"), ("rounded", "one")):
+        tx, record = make(**{name: values[now]}), saved(**{name: values[then]})
+        if name in ROUNDED:
+            assert tx.check_options(record) == ()
+            with jax.enable_x64(True), pytest.raises(ValueError, match=f"{name} was"):
+                tx.check_options(record)
+        else:
+            with pytest.raises(ValueError, match=f"{name} was .*{number}"):
+                tx.check_options(record)
+    with pytest.raises(ValueError, match=f"{name} was"):
+        make(**{name: values["other"]}).check_options(saved(**{name: values["one"]}))
+
+
+def test_a_scaled_learning_rate_is_compared_exactly():
+    """What a leaf uses is the product, rounded once."""
+    record = saved(learning_rate=0.1, lr_scale=0.3)
+    assert np.float32(0.1 * 0.3) != np.float32(float(np.float32(0.1)) * 0.3)
+    with pytest.raises(
+        ValueError, match="learning_rate was 0.1 and is 0.1000000014901"
+    ):
+        make(learning_rate=np.float32(0.1), lr_scale=0.3).check_options(record)
+
+
+def test_numbers_beyond_float32_are_one_infinity():
+    assert make(max_grad_norm=1e300).check_options(saved(max_grad_norm=1e200)) == ()
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        (json.dumps(saved()), "got str; json.loads makes one of it"),
+        (b"{}", "got bytes; json.loads"),
+        ([saved()], "got list; pass None where there are none"),
+        (3, "got int"),
+    ],
+    ids=["str", "bytes", "list", "number"],
+)
+def test_what_is_no_dict_is_refused(given, told):
+    with pytest.raises(TypeError, match=f"saved options must be a dict.*{told}"):
+        make().check_options(given)
+
+
 def test_what_cannot_be_compared_is_told():
     schedule = optax.linear_schedule(1e-3, 0.0, 10)
     tx = make(learning_rate=schedule, mask=lambda params: params)
@@ -152,7 +217,7 @@ def test_without_a_record_everything_optional_is_off():
         make(ema_decay=0.5).check_options(None)
 
 
-@pytest.mark.parametrize("version", [3, 0, "2", None])
+@pytest.mark.parametrize("version", [3, 0, "2", None, True, 1.0])
 def test_other_versions_are_refused(version):
     with pytest.raises(ValueError, match=f"version {version!r}"):
         make().check_options(saved() | {"version": version})
