@@ -102,6 +102,8 @@ def test_resuming_equals_not_stopping(options, every_k, tmp_path):
 
 def saved(folder, tx=None, steps=(1,), **options):
     tree = start(make())
+    if isinstance(tx, dict):
+        tree["state"] = dict.fromkeys(tx, tree["state"])
     with jfa.TrainingRecord(folder, tx, **options) as record:
         for step in steps:
             record.save(step, tree | {"user": {"step": step}})
