@@ -167,8 +167,8 @@ def empty(like: Any) -> Any:
     """A leaf without elements, as ``like`` tells of it."""
     if isinstance(like, np.ndarray):
         return np.empty(like.shape, like.dtype)
-    device = None if _is_free(like) else like.sharding
-    return jnp.empty(like.shape, like.dtype, device=device)
+    leaf = jnp.empty(like.shape, like.dtype)
+    return leaf if _is_free(like) else jax.device_put(leaf, like.sharding)
 
 
 def names(path: Iterable[Any]) -> tuple[str, ...]:
