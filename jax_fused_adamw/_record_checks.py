@@ -8,7 +8,12 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from jax_fused_adamw._checksum import checksum
 from jax_fused_adamw._loss_scale import DynamicLossScale
-from jax_fused_adamw._record_leaves import description, is_empty, is_same_number
+from jax_fused_adamw._record_leaves import (
+    by_path,
+    description,
+    is_empty,
+    is_same_number,
+)
 from jax_fused_adamw._state import states_in
 from jax_fused_adamw._transform import FusedAdamW
 
@@ -53,7 +58,7 @@ def about(named: Mapping[str, FusedAdamW], tree: Any) -> dict[str, Any]:
         "options": {name: tx.options() for name, tx in named.items()},
         "loss_scales": _loss_scales(tree),
         "leaves": _leaves(tree),
-        "checksums": checksums(_by_path(tree)),
+        "checksums": checksums(by_path(tree)),
     }
 
 
@@ -63,11 +68,16 @@ def checksums(leaves: Mapping[str, Any]) -> dict[str, int]:
     return {name: int(number) for name, number in jax.device_get(found).items()}
 
 
-def damaged_leaves(saved: Mapping[str, Any], leaves: Mapping[str, Any]) -> list[str]:
-    """Names of those that have other bits now, as far as it has checksums."""
+def check_bits(saved: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
+    """Raises for leaves with other bits than were saved, where it has checksums."""
     expected = saved.get("checksums", {})
     told = {name: leaf for name, leaf in leaves.items() if name in expected}
-    return [name for name, x in checksums(told).items() if x != expected[name]]
+    for name, number in checksums(told).items():
+        if number != expected[name]:
+            raise ValueError(
+                f"the bits of leaf {name} are not those that were saved, by its "
+                "checksum"
+            )
 
 
 def check_parts(saved: Any) -> None:
@@ -124,13 +134,9 @@ def _by_prefix(changed: Iterable[str], known: Iterable[str]) -> dict[str, list[s
     return found
 
 
-def _by_path(tree: Any) -> dict[str, Any]:
-    return {keystr(path): leaf for path, leaf in tree_leaves_with_path(tree)}
-
-
 def _leaves(tree: Any) -> dict[str, Any]:
     """Dtype and shape of every leaf, by its path."""
-    return {name: description(leaf) for name, leaf in _by_path(tree).items()}
+    return {name: description(leaf) for name, leaf in by_path(tree).items()}
 
 
 def _loss_scales(tree: Any) -> dict[str, Any]:

@@ -171,6 +171,10 @@ def empty(like: Any) -> Any:
     return leaf if _is_free(like) else jax.device_put(leaf, like.sharding)
 
 
+def by_path(tree: Any) -> dict[str, Any]:
+    return {keystr(path): leaf for path, leaf in tree_leaves_with_path(tree)}
+
+
 def names(path: Iterable[Any]) -> tuple[str, ...]:
     """A leaf's path as orbax has it, which knows no types of containers."""
     return tuple(keystr((key,), simple=True) for key in path)

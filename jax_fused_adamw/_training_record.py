@@ -1,12 +1,13 @@
 """Everything that a run needs to go on, in one checkpoint of orbax."""
 
+import contextlib
 import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
-from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from jax_fused_adamw import _record_checks, _record_leaves
 from jax_fused_adamw._transform import FusedAdamW
@@ -181,35 +182,22 @@ class TrainingRecord:
         """
         self.wait()
         step = self._complete_step(step)
-        try:
+        with self._reading(step):
             about = self._read(step, about=_orbax().args.JsonRestore())
             _record_checks.check_parts(about)
-        except Exception as error:
-            raise self._unreadable(step, error) from error
         not_compared = _record_checks.check(
             about, self._optimizers, self._is_one, like, changed
         )
-        flat, treedef = tree_flatten_with_path(like)
-        likes = {keystr(path): leaf for path, leaf in flat}
-        paths = {
-            _record_leaves.names(path): keystr(path)
-            for path, leaf in flat
-            if not _record_leaves.is_empty(leaf)
-        }
-        try:
-            leaves = self._read_leaves(step, about["leaves"], likes, paths)
-            damaged = _record_checks.damaged_leaves(about, leaves)
-        except Exception as error:
-            raise self._unreadable(step, error) from error
-        if damaged:
-            told = f"the bits of leaf {damaged[0]} are not those that were saved"
-            raise self._unreadable(step, told)
-        tree = treedef.unflatten(
-            _record_leaves.converted(leaves[name], leaf, name)
-            if name in leaves
+        with self._reading(step):
+            found = self._read_leaves(step, about["leaves"], like)
+            _record_checks.check_bits(about, found)
+        leaves = [
+            _record_leaves.converted(found[name], leaf, name)
+            if name in found
             else _record_leaves.empty(leaf)
-            for name, leaf in likes.items()
-        )
+            for name, leaf in _record_leaves.by_path(like).items()
+        ]
+        tree = jax.tree.unflatten(jax.tree.structure(like), leaves)
         return Restored(step, tree, not_compared)
 
     def latest_step(self) -> int | None:
@@ -292,43 +280,51 @@ class TrainingRecord:
         return found
 
     def _read_leaves(
-        self,
-        step: int,
-        saved: Mapping[str, Any],
-        likes: Mapping[str, Any],
-        paths: Mapping[tuple[str, ...], str],
+        self, step: int, saved: Mapping[str, Any], like: Any
     ) -> dict[str, Any]:
-        """Leaves as they were saved, placed as ``likes`` are, by path.
+        """Leaves as they were saved, placed as those of ``like`` are, by path.
 
         In the structure that orbax has saved: there may be a None where there is none
         now, as in a state that had fewer fields.
         """
-        if not paths:
+        likes = {
+            _record_leaves.names(path): (keystr(path), leaf)
+            for path, leaf in tree_leaves_with_path(like)
+            if not _record_leaves.is_empty(leaf)
+        }
+        if not likes:
             return {}
 
         def target(path: Any, _: Any) -> Any:
-            name = paths[_record_leaves.names(path)]
-            return _record_leaves.target(likes[name], saved[name][0])
+            name, leaf = likes[_record_leaves.names(path)]
+            return _record_leaves.target(leaf, saved[name][0])
 
         structure = self.manager.item_metadata(step)["tree"].tree
         targets = tree_map_with_path(target, structure)
         tree = self._read(step, tree=_orbax().args.StandardRestore(targets))
-        found = {_record_leaves.names(p): x for p, x in tree_flatten_with_path(tree)[0]}
+        found = {_record_leaves.names(p): x for p, x in tree_leaves_with_path(tree)}
         return {
-            name: _record_leaves.placed(found[path], likes[name])
-            for path, name in paths.items()
+            name: _record_leaves.placed(found[names], leaf)
+            for names, (name, leaf) in likes.items()
         }
 
-    def _unreadable(self, step: int, reason: Exception | str) -> ValueError:
-        if isinstance(reason, Exception):
-            reason = f"{type(reason).__name__}: {reason}"
-        others = [other for other in self.manager.all_steps() if other != step]
-        told = f"restore(like, step=...) may have one of {others}" if others else ""
-        return ValueError(
-            f"TrainingRecord: the checkpoint of step {step} in "
-            f"{self.manager.directory} is damaged, or was not saved by a "
-            f"TrainingRecord; {told or 'there is no other'} ({reason})"
-        )
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """Makes one kind of error of the many that a damaged checkpoint leads to."""
+        try:
+            yield
+        except (MemoryError, jax.errors.JaxRuntimeError):
+            raise  # which say nothing of the checkpoint
+        except Exception as error:
+            others = [other for other in self.manager.all_steps() if other != step]
+            told = "there is no other"
+            if others:
+                told = f"restore(like, step=...) may have one of {others}"
+            raise ValueError(
+                f"TrainingRecord: the checkpoint of step {step} in "
+                f"{self.manager.directory} is damaged, or was not saved by a "
+                f"TrainingRecord; {told} ({type(error).__name__}: {error})"
+            ) from error
 
 
 def _step_number(step: Any) -> int:
