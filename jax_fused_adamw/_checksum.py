@@ -7,6 +7,7 @@ as its elements are; wider elements are several words. Since ``mix`` is a biject
 change of one word is missed, and any other with a chance of 2^-32. A sum has no order:
 each device sums what it holds, nothing is gathered, and every way to shard an array
 gives the same number. A checksum of a library's needs all bytes in order on the host.
+XLA:CPU keeps the mixed words of an array, four bytes each, until it has summed them.
 
 Saved with checkpoints: another formula needs another name there.
 """

@@ -46,12 +46,15 @@ class TrainingRecord:
 
     With the tree go the options of the optimizer, those of each
     :class:`DynamicLossScale` and the dtype and shape of every leaf, and a restore
-    compares them: orbax by itself would cast to another dtype without a word.
+    compares them: orbax by itself would cast to another dtype without a word. So does
+    it with a checksum of every leaf's bits, of which orbax by itself may return others
+    when the disk has lost some. A checksum reads each array once, where it lies, before
+    ``save`` returns; none is gathered or copied to the host for it.
 
     A thin layer over ``orbax.checkpoint.CheckpointManager``, which writes in the
     background, makes a checkpoint visible only when it is complete, finds the latest
     and deletes old ones. It is the attribute ``manager``, for everything that is not
-    here. Install it with ``pip install "jax_fused_adamw[checkpoints]"``.
+    here; a checkpoint has the items ``tree`` and ``about``. Install it with ``pip install "jax_fused_adamw[checkpoints]"``.
 
     Args:
       directory: of the run; made if it is not there.
