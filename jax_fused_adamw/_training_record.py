@@ -54,7 +54,8 @@ class TrainingRecord:
     A thin layer over ``orbax.checkpoint.CheckpointManager``, which writes in the
     background, makes a checkpoint visible only when it is complete, finds the latest
     and deletes old ones. It is the attribute ``manager``, for everything that is not
-    here; a checkpoint has the items ``tree`` and ``about``. Install it with ``pip install "jax_fused_adamw[checkpoints]"``.
+    here; the items of a checkpoint are ``tree`` and ``about``. Install it with
+    ``pip install "jax_fused_adamw[checkpoints]"``.
 
     Args:
       directory: of the run; made if it is not there.

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import damage_process
+import jax
 import numpy as np
 import pytest
 from damage_process import LIKE, TREE, TX, assert_saved, outcome
@@ -53,6 +54,18 @@ def test_the_error_has_its_cause(good, tmp_path):
         with pytest.raises(ValueError, match="there is no other") as error:
             record.restore(LIKE)
     assert isinstance(error.value.__cause__, FileNotFoundError)
+
+
+@pytest.mark.parametrize("kind", [MemoryError, jax.errors.JaxRuntimeError])
+def test_want_of_memory_is_no_damage(kind, good, monkeypatch):
+    with jfa.TrainingRecord(good, TX) as record:
+
+        def read(step, **items):
+            raise kind("RESOURCE_EXHAUSTED")
+
+        monkeypatch.setattr(record, "_read", read)
+        with pytest.raises(kind, match="^RESOURCE_EXHAUSTED$"):
+            record.restore(LIKE)
 
 
 def test_b54_a_copy_is_a_checkpoint(good, tmp_path):

@@ -3,6 +3,10 @@
 A test's number is that of its case.
 """
 
+import json
+import os
+import subprocess
+import sys
 import time
 
 import flax.linen
@@ -287,6 +291,35 @@ def test_keys_without_a_sharding_come_to_the_default_device(tmp_path):
     like = {"keys": jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=rows)}
     with jfa.TrainingRecord(tmp_path) as record:
         assert record.restore(like).tree["keys"].sharding == rows
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("is_key", [False, True], ids=["array", "key"])
+def test_from_more_devices_than_there_are(is_key, tmp_path):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    leaf = jax.random.split(jax.random.key(3), 4) if is_key else jnp.arange(4.0)
+    leaf = jax.device_put(leaf, jax.NamedSharding(mesh, jax.P("x")))
+    with jfa.TrainingRecord(tmp_path) as record:
+        record.save(1, {"a": leaf})
+    code = (
+        "import sys, jax, jax_fused_adamw as jfa\n"
+        "assert jax.device_count() == 1\n"
+        "dtype = jax.random.key(0).dtype if sys.argv[2] == 'True' else 'float32'\n"
+        "like = {'a': jax.ShapeDtypeStruct((4,), dtype)}\n"
+        "with jfa.TrainingRecord(sys.argv[1]) as record:\n"
+        "  leaf = record.restore(like).tree['a']\n"
+        "leaf = jax.random.key_data(leaf) if sys.argv[2] == 'True' else leaf\n"
+        "print(leaf.tolist())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path, str(is_key)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    expected = jax.random.key_data(leaf) if is_key else leaf
+    assert json.loads(done.stdout) == expected.tolist()
 
 
 def test_a_state_saved_with_fewer_fields_is_restored(tmp_path):
