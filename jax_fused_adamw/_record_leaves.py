@@ -110,9 +110,7 @@ def target(like: Any, saved: str) -> Any:
     if saved in python:
         return python[saved]
     if _is_key(like):
-        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        sharding = sharding if like.sharding is None else like.sharding
-        return _Shape(like.shape, like.dtype, sharding=sharding)
+        return empty(like)  # older releases of orbax want keys, whatever their values
     if not hasattr(like, "dtype"):
         return np.empty((), jnp.dtype(saved))
     if _is_free(like) or isinstance(like, np.ndarray | np.generic):
@@ -164,7 +162,7 @@ def _array_of(number: int | float, dtype: Any, name: str) -> np.ndarray:
 
 
 def empty(like: Any) -> Any:
-    """A leaf without elements, as ``like`` tells of it."""
+    """A leaf as ``like`` tells of it, with whatever elements."""
     if isinstance(like, np.ndarray):
         return np.empty(like.shape, like.dtype)
     leaf = jnp.empty(like.shape, like.dtype)

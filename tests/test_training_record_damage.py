@@ -41,7 +41,7 @@ def test_b54_each_file_in_turn(good, tmp_path):
     assert outcomes.keys() == damage_process.HARMS.keys()
     for found in outcomes.values():
         assert set(found.values()) == {"error", "step 3"}
-        for name in ("about/metadata", "tree/_METADATA", "tree/manifest.ocdbt"):
+        for name in ("about/metadata", "tree/manifest.ocdbt"):
             assert found[name] == "error", name
 
 
