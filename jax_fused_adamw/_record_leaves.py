@@ -165,8 +165,10 @@ def empty(like: Any) -> Any:
     """A leaf as ``like`` tells of it, with whatever elements."""
     if isinstance(like, np.ndarray):
         return np.empty(like.shape, like.dtype)
-    leaf = jnp.empty(like.shape, like.dtype)
-    return leaf if _is_free(like) else jax.device_put(leaf, like.sharding)
+    if _is_free(like):
+        return jnp.empty(like.shape, like.dtype)
+    make = jax.jit(jnp.empty, static_argnums=(0, 1), out_shardings=like.sharding)
+    return make(like.shape, like.dtype)  # on devices of other processes, too
 
 
 def by_path(tree: Any) -> dict[str, Any]:
