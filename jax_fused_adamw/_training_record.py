@@ -1,18 +1,16 @@
 """Everything that a run needs to go on, in one checkpoint of orbax."""
 
+import contextlib
+import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.tree_util import keystr, tree_leaves_with_path
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
-from jax_fused_adamw._loss_scale import DynamicLossScale
+from jax_fused_adamw import _record_checks, _record_leaves
 from jax_fused_adamw._transform import FusedAdamW
-
-_VERSION = 1
 
 
 class Restored(NamedTuple):
@@ -48,12 +46,16 @@ class TrainingRecord:
 
     With the tree go the options of the optimizer, those of each
     :class:`DynamicLossScale` and the dtype and shape of every leaf, and a restore
-    compares them: orbax by itself would cast to another dtype without a word.
+    compares them: orbax by itself would cast to another dtype without a word. So does
+    it with a checksum of every leaf's bits, of which orbax by itself may return others
+    when the disk has lost some. A checksum reads each array once, where it lies, before
+    ``save`` returns; none is gathered or copied to the host for it.
 
     A thin layer over ``orbax.checkpoint.CheckpointManager``, which writes in the
     background, makes a checkpoint visible only when it is complete, finds the latest
     and deletes old ones. It is the attribute ``manager``, for everything that is not
-    here. Install it with ``pip install "jax_fused_adamw[checkpoints]"``.
+    here; the items of a checkpoint are ``tree`` and ``about``. Install it with
+    ``pip install "jax_fused_adamw[checkpoints]"``.
 
     Args:
       directory: of the run; made if it is not there.
@@ -86,39 +88,39 @@ class TrainingRecord:
         tx: FusedAdamW | Mapping[str, FusedAdamW] | None = None,
         manager_options: Any = None,
     ):
-        is_one = not isinstance(tx, Mapping)
-        named: Mapping[str, Any] = {} if tx is None else {"tx": tx}
-        if isinstance(tx, Mapping):
-            named = tx
-        for name, optimizer in named.items():
-            if not isinstance(optimizer, FusedAdamW):
-                where = "tx" if is_one else f"tx[{name!r}]"
-                raise TypeError(
-                    f"TrainingRecord: expected {where} as jfa.fused_adamw made it, got "
-                    f"{type(optimizer).__name__}; of a wrapper (accumulate, chain) "
-                    "pass the one inside"
-                )
-        self._optimizers = dict(named)
-        # Of the names of their options.
-        self._prefixes = {name: "" if is_one else f"{name}." for name in named}
+        self._optimizers = _record_checks.optimizers(tx)
+        self._is_one = not isinstance(tx, Mapping)
+        self._is_read_only = bool(getattr(manager_options, "read_only", False))
         path = os.fspath(directory)
         # orbax takes absolute paths only; a bucket's address is one already.
         path = path if "://" in path else os.path.abspath(path)
-        self.manager = _orbax().CheckpointManager(path, options=manager_options)
+        ocp = _orbax()
+        handlers = {
+            "tree": ocp.StandardCheckpointHandler(),
+            "about": ocp.JsonCheckpointHandler(),
+        }
+        self.manager = ocp.CheckpointManager(
+            path, options=manager_options, item_handlers=handlers
+        )
 
     def save(self, step: int, tree: Any, *, force: bool = False) -> bool:
         """Saves a tree; returns when its arrays may be donated, before it is written.
 
         Args:
-          step: a number above those of earlier checkpoints, for example that of
-            completed updates.
+          step: an integer above those of earlier checkpoints, for example the number
+            of completed updates; one of NumPy's or a scalar on the device will do.
           tree: containers with arrays, Python numbers and PRNG keys for leaves.
-          force: save at a step that ``manager_options`` would leave out.
+          force: save at a step that ``manager_options`` would leave out, or below the
+            latest, which a restore goes on taking.
 
         Returns:
-          Whether it is saved. Not where ``manager_options`` leave the step out, and
-          without ``force`` not at or below the latest step: to go back, remove the
-          later ones first, by ``manager.delete``.
+          Whether it is saved: not where ``manager_options`` leave the step out.
+
+        Raises:
+          ValueError: a step at or below the latest one. To go back, first remove those
+            after it, each by ``record.manager.delete(step)``.
+          ValueError, TypeError: a leaf that no checkpoint can hold, by its path; a tree
+            without the optimizer's state; a step that is no integer.
 
         Examples:
           >>> import tempfile, jax.numpy as jnp
@@ -127,23 +129,36 @@ class TrainingRecord:
           ...   record.save(10, {"w": jnp.ones(2)})
           True
         """
+        step = _step_number(step)
+        if self._is_read_only:
+            return False
+        self._check_later(step, force)
+        if not force and not self.manager.should_save(step):
+            return False
+        _record_leaves.check_storable(tree)
+        _record_checks.check_states(self._optimizers, tree)
         args = _orbax().args
-        items = args.Composite(
-            tree=args.StandardSave(jax.tree.map(_storable, tree)),
-            about=args.JsonSave(self._about(tree)),
-        )
-        return self.manager.save(step, args=items, force=force)
+        about = _record_checks.about(self._optimizers, tree)
+        items = {"about": args.JsonSave(about)}
+        stored = jax.tree.map(_record_leaves.storable, tree)
+        if jax.tree.leaves(stored):  # orbax takes no tree without any
+            items["tree"] = args.StandardSave(stored)
+        return self.manager.save(step, args=args.Composite(**items), force=True)
 
     def restore(
         self, like: Any, step: int | None = None, *, changed: Iterable[str] = ()
     ) -> Restored:
         """What was saved, in the places of ``like``.
 
+        Every leaf's bits are compared with its checksum: damage on the disk is an
+        error.
+
         Args:
           like: a tree with the structure, shapes and dtypes of the saved one, as a new
             run has it: arrays, or :class:`jax.ShapeDtypeStruct` with the shardings of
             :func:`state_shardings`. The values of its arrays are not read. Static data
-            in it (the options of a loss scale) is taken over.
+            in it (the options of a loss scale) is taken over. A Python number may
+            stand for a scalar array of its kind, and an array for it.
           step: the number of a checkpoint; None is the latest complete one.
           changed: options that are meant to differ, by name, as for
             :meth:`FusedAdamW.check_options`; of several optimizers ``"name.option"``.
@@ -157,6 +172,8 @@ class TrainingRecord:
           FileNotFoundError: no complete checkpoint.
           ValueError: options, paths of leaves, shapes or dtypes that differ,
             by name, with what was saved and what is expected.
+          ValueError: a checkpoint that cannot be read, or whose bits are others than
+            were saved, with the steps of the others.
 
         Examples:
           >>> import tempfile, jax.numpy as jnp
@@ -168,20 +185,24 @@ class TrainingRecord:
           10 [1. 1.]
         """
         self.wait()
-        step = self.latest_step() if step is None else step
-        if step is None or step not in self.manager.all_steps():
-            raise FileNotFoundError(
-                f"TrainingRecord: {self.manager.directory} has no complete checkpoint"
-                f"{'' if step is None else f' of step {step}'}; there are those of "
-                f"steps {list(self.manager.all_steps())}"
-            )
-        args = _orbax().args
-        about = self._read_about(step)
-        not_compared = self._check(about, like, changed)
-        target = jax.tree.map(_target, like)
-        items = args.Composite(tree=args.StandardRestore(target))
-        tree = self.manager.restore(step, args=items)["tree"]
-        return Restored(step, jax.tree.map(_placed, tree, like), not_compared)
+        step = self._complete_step(step)
+        with self._reading(step):
+            about = self._read(step, about=_orbax().args.JsonRestore())
+            _record_checks.check_parts(about)
+        not_compared = _record_checks.check(
+            about, self._optimizers, self._is_one, like, changed
+        )
+        with self._reading(step):
+            found = self._read_leaves(step, about["leaves"], like)
+            _record_checks.check_bits(about, found)
+        leaves = [
+            _record_leaves.converted(found[name], leaf, name)
+            if name in found
+            else _record_leaves.empty(leaf)
+            for name, leaf in _record_leaves.by_path(like).items()
+        ]
+        tree = jax.tree.unflatten(jax.tree.structure(like), leaves)
+        return Restored(step, tree, not_compared)
 
     def latest_step(self) -> int | None:
         """The latest complete checkpoint.
@@ -198,7 +219,8 @@ class TrainingRecord:
           ...   record.latest_step()
           2
         """
-        return self.manager.latest_step()
+        # orbax has the last one saved, which force may have put below.
+        return max(self.manager.all_steps(), default=None)
 
     def wait(self) -> None:
         """Waits until all that is saved is on disk.
@@ -235,52 +257,93 @@ class TrainingRecord:
     def __exit__(self, *exception: Any) -> None:
         self.close()
 
-    def _about(self, tree: Any) -> dict[str, Any]:
+    def _check_later(self, step: int, force: bool) -> None:
+        latest = self.latest_step()
+        if latest is None or step > latest:
+            return
+        if not force or step in self.manager.all_steps():
+            raise ValueError(
+                f"TrainingRecord: expected a step above the latest in "
+                f"{self.manager.directory}, {latest}, got {step}; to go back, first "
+                f"remove those after it, each by record.manager.delete(step)"
+            )
+
+    def _complete_step(self, step: int | None) -> int:
+        step = self.latest_step() if step is None else _step_number(step)
+        if step is None or step not in self.manager.all_steps():
+            raise FileNotFoundError(
+                f"TrainingRecord: {self.manager.directory} has no complete checkpoint"
+                f"{'' if step is None else f' of step {step}'}; there are those of "
+                f"steps {list(self.manager.all_steps())}"
+            )
+        return step
+
+    def _read(self, step: int, **items: Any) -> Any:
+        composite = _orbax().args.Composite(**items)
+        (found,) = self.manager.restore(step, args=composite).values()
+        return found
+
+    def _read_leaves(
+        self, step: int, saved: Mapping[str, Any], like: Any
+    ) -> dict[str, Any]:
+        """Leaves as they were saved, placed as those of ``like`` are, by path.
+
+        In the structure that orbax has saved: there may be a None where there is none
+        now, as in a state that had fewer fields.
+        """
+        likes = {
+            _record_leaves.names(path): (keystr(path), leaf)
+            for path, leaf in tree_leaves_with_path(like)
+            if not _record_leaves.is_empty(leaf)
+        }
+        if not likes:
+            return {}
+
+        def target(path: Any, _: Any) -> Any:
+            name, leaf = likes[_record_leaves.names(path)]
+            return _record_leaves.target(leaf, saved[name][0])
+
+        structure = self.manager.item_metadata(step)["tree"].tree
+        targets = tree_map_with_path(target, structure)
+        tree = self._read(step, tree=_orbax().args.StandardRestore(targets))
+        found = {_record_leaves.names(p): x for p, x in tree_leaves_with_path(tree)}
         return {
-            "version": _VERSION,
-            "options": {name: tx.options() for name, tx in self._optimizers.items()},
-            "loss_scales": _loss_scales(tree),
-            "leaves": _leaves(tree),
+            name: _record_leaves.placed(found[names], leaf)
+            for names, (name, leaf) in likes.items()
         }
 
-    def _read_about(self, step: int) -> Mapping[str, Any]:
-        args = _orbax().args
-        items = args.Composite(about=args.JsonRestore())
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """Makes one kind of error of the many that a damaged checkpoint leads to."""
         try:
-            return self.manager.restore(step, args=items)["about"]
-        except (KeyError, ValueError) as error:
+            yield
+        except (MemoryError, jax.errors.JaxRuntimeError):
+            raise  # which say nothing of the checkpoint
+        except Exception as error:
+            others = [other for other in self.manager.all_steps() if other != step]
+            told = "there is no other"
+            if others:
+                told = f"restore(like, step=...) may have one of {others}"
             raise ValueError(
                 f"TrainingRecord: the checkpoint of step {step} in "
                 f"{self.manager.directory} is damaged, or was not saved by a "
-                f"TrainingRecord ({error}); record.manager restores others"
+                f"TrainingRecord; {told} ({type(error).__name__}: {error})"
             ) from error
 
-    def _check(
-        self, about: Mapping[str, Any], like: Any, changed: Iterable[str]
-    ) -> tuple[str, ...]:
-        """Raises for what differs; returns what could not be compared."""
-        if about["version"] != _VERSION:
-            raise ValueError(
-                f"TrainingRecord: the checkpoint has version {about['version']}, this "
-                f"release knows {_VERSION}; restore with the release that saved it"
-            )
-        changed = (changed,) if isinstance(changed, str) else tuple(changed)
-        _compare_keys("optimizer", about["options"], self._optimizers)
-        not_compared = []
-        for name, tx in self._optimizers.items():
-            start = self._prefixes[name]
-            own = [x.removeprefix(start) for x in changed if x.startswith(start)]
-            try:
-                found = tx.check_options(about["options"][name], own)
-            except ValueError as error:
-                raise ValueError(
-                    f"TrainingRecord: optimizer {name!r}: {error}"
-                ) from None
-            not_compared += [start + option for option in found]
-        _compare("leaf", about["leaves"], _leaves(like), "dtype and shape")
-        scales = _loss_scales(like)
-        _compare("loss scale", about["loss_scales"], scales, "options")
-        return tuple(not_compared)
+
+def _step_number(step: Any) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = None
+    if number is None or isinstance(step, bool):
+        raise TypeError(
+            f"TrainingRecord: expected step as an integer, got {step!r}, a "
+            f"{type(step).__name__}"
+        )
+    if number < 0:
+        raise ValueError(f"TrainingRecord: expected a step of 0 or more, got {step}")
+    return number
 
 
 def _orbax() -> Any:
@@ -292,85 +355,3 @@ def _orbax() -> Any:
             "'jax_fused_adamw[checkpoints]' or orbax-checkpoint"
         ) from error
     return ocp
-
-
-def _storable(leaf: Any) -> Any:
-    return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
-
-
-def _is_free(leaf: Any) -> bool:
-    """Whether nothing says on which devices the array is to be."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.sharding is None
-    return isinstance(leaf, jax.Array) and not leaf.committed
-
-
-def _target(leaf: Any) -> Any:
-    """What orbax is to restore a leaf as."""
-    if jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
-        return leaf
-    if _is_free(leaf):
-        # By orbax it would be committed to a device, and no jit would take it together
-        # with arrays of a mesh. This one has its shape in no memory.
-        return np.broadcast_to(np.empty((), leaf.dtype), leaf.shape)
-    if isinstance(leaf, jax.Array):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-    return _storable(leaf)
-
-
-def _placed(leaf: Any, like: Any) -> Any:
-    if not _is_free(like):
-        return leaf
-    if isinstance(leaf, np.ndarray):
-        return jnp.array(leaf)
-    data = np.asarray(jax.random.key_data(leaf))
-    return jax.random.wrap_key_data(jnp.array(data), impl=jax.random.key_impl(leaf))
-
-
-def _leaves(tree: Any) -> dict[str, Any]:
-    """Dtype and shape of every leaf, by its path."""
-
-    def describe(leaf: Any) -> list[Any]:
-        if hasattr(leaf, "dtype"):
-            return [str(leaf.dtype), list(leaf.shape)]
-        return [type(leaf).__name__, []]
-
-    return {keystr(path): describe(leaf) for path, leaf in tree_leaves_with_path(tree)}
-
-
-def _loss_scales(tree: Any) -> dict[str, Any]:
-    """The static options of every loss scale in a tree, by its path."""
-
-    def is_scale(node: Any) -> bool:
-        return isinstance(node, DynamicLossScale)
-
-    found = tree_leaves_with_path(tree, is_leaf=is_scale)
-    return {keystr(path): x.static_options() for path, x in found if is_scale(x)}
-
-
-def _compare_keys(kind: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    missing = [name for name in now if name not in saved]
-    extra = [name for name in saved if name not in now]
-    if missing or extra:
-        told = (
-            f"has no {kind} {missing[0]!r}" if missing else f"has {kind} {extra[0]!r}"
-        )
-        also = "this run has" if missing else "this run has not"
-        raise ValueError(
-            f"TrainingRecord: the checkpoint {told}, which {also}: restore into the "
-            "structure and configuration that were saved"
-        )
-
-
-def _compare(
-    kind: str, saved: Mapping[str, Any], now: Mapping[str, Any], what: str
-) -> None:
-    """Raises for the first difference between dicts by path."""
-    _compare_keys(kind, saved, now)
-    for name, expected in now.items():
-        if saved[name] != expected:
-            raise ValueError(
-                f"TrainingRecord: {kind} {name} was saved with {what} {saved[name]}, "
-                f"and here has {expected}: restore into what was saved, and convert "
-                "then"
-            )
