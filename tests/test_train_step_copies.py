@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bench_helpers import TOY_UPDATES, reasons, statuses, toy_workload
+from bench_helpers import reasons, statuses, toy_workload
 
 import jax_fused_adamw as jfa
 from jax_fused_adamw.bench import _gpt, _train_step
@@ -15,8 +15,9 @@ from jax_fused_adamw.bench._train_rows import OPTIMIZERS, Optimizer, TrainSteppe
 from jax_fused_adamw.bench._workloads import gpt_workload, ppo_workload
 
 BF16_ROWS = [each for each in OPTIMIZERS if each.compute_dtype is not None]
-NAMES = [each.name for each in BF16_ROWS]
-PLAIN, CLIPPED = (each.peer for each in BF16_ROWS)
+OURS = [each for each in BF16_ROWS if each.ours]
+NAMES = [each.name for each in OURS]
+PLAIN, CLIPPED = (each.peer for each in OURS)
 
 
 def toy():
@@ -42,9 +43,11 @@ def named(name):
 
 def test_rows_come_where_the_activations_are_bfloat16():
     workload = gpt_workload(_gpt.GPT2, 4, attention="xla")
-    assert NAMES == [
-        "bf16 grads, fused_adamw",
-        "bf16 grads, if finite, clip, fused_adamw",
+    assert [(each.name, each.peer) for each in BF16_ROWS] == [
+        (PLAIN, "bf16 grads, optax.adamw"),
+        ("bf16 grads, fused_adamw", PLAIN),
+        (CLIPPED, "bf16 grads, clip, optax.adamw"),
+        ("bf16 grads, if finite, clip, fused_adamw", CLIPPED),
     ]
     for optimizer in BF16_ROWS:
         assert optimizer.suits(workload) and not optimizer.suits(ppo_workload())
@@ -52,11 +55,27 @@ def test_rows_come_where_the_activations_are_bfloat16():
 
 
 def test_losses_are_those_of_the_peer(run):
-    results = run(toy(), named(PLAIN), named(CLIPPED), *BF16_ROWS)
+    results = run(toy(), *BF16_ROWS)
     assert set(statuses(results).values()) == {"measured"}
 
 
-@pytest.mark.parametrize("optimizer", BF16_ROWS, ids=NAMES)
+@pytest.mark.parametrize("name", [PLAIN, CLIPPED])
+def test_optax_takes_bfloat16_gradients_and_computes_in_float32(name):
+    """Its moments after a step are those of the rounded gradients, exactly."""
+    params = {"w": jnp.array([1.001, 2.0, 3.0]), "b": jnp.zeros(1)}
+    batch = jax.tree.map(lambda x: x[0], toy().batch)
+    optimizer = named(name)
+    state = optimizer.make().init(params)
+    _, grads = optimizer.value_and_grad(toy().loss_fn, state, params, batch)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"bfloat16"}
+    _, state = optimizer.update(grads, state, params)
+    rounded = jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
+    tx = optimizer.make()
+    _, expected = tx.update(rounded, tx.init(params), params)
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+
+
+@pytest.mark.parametrize("optimizer", OURS, ids=NAMES)
 def test_gradients_are_of_the_copies_alone(optimizer):
     params = {"w": jnp.array([1.001, 2.0, 3.0]), "b": jnp.zeros(1)}
     state = optimizer.make().init(params)
@@ -83,8 +102,8 @@ def test_copies_that_stay_behind_are_found(run):
 
     fields = {f.name: getattr(right, f.name) for f in dataclasses.fields(right)}
     results = run(toy(), named(PLAIN), Stale(**fields))
-    # All but the first one.
-    assert reasons(results)[right.name].startswith(f"{2 * TOY_UPDATES - 1} of ")
+    # All that are compared, but the first one.
+    assert reasons(results)[right.name].startswith("5 of 6 losses differ")
 
 
 def test_a_step_that_is_too_long_is_found(run):
@@ -102,3 +121,18 @@ def test_state_that_the_step_returns_has_the_copies_of_its_parameters():
     for copy, param in zip(*map(jax.tree.leaves, (state.compute, params)), strict=True):
         assert copy.dtype == jnp.bfloat16 and param.dtype == jnp.float32
         np.testing.assert_array_equal(copy, param.astype(jnp.bfloat16))
+
+
+def test_losses_are_compared_before_roundings_part_them():
+    checked = {each.name: _train_step._checked_updates(each) for each in OPTIMIZERS}
+    assert {checked[each.name] for each in BF16_ROWS} == {6}
+    assert {n for name, n in checked.items() if not name.startswith("bf16")} == {8}
+    expected = _train_step.ExpectedLosses(20)
+    row = _train_step._Row(PLAIN, None, PLAIN, checked_updates=6)
+    losses = np.linspace(10.0, 5.0, 20)
+    assert (
+        expected.difference(row, losses) is None
+    )  # the first to come is the reference
+    for update, is_wrong in ((0, True), (5, True), (6, False)):
+        moved = losses + 0.3 * (np.arange(20) == update)
+        assert (expected.difference(row, moved) is not None) == is_wrong

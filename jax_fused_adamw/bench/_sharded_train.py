@@ -105,6 +105,7 @@ class _Recorded(ExpectedLosses):
 class _Row:
     """What the protocol measures: an optimizer on a mesh, by the clock alone."""
 
+    checked_updates = CHECKED_UPDATES
     profiled = False  # a hundred steps are more events than a profile should hold
 
     def __init__(self, optimizer: Optimizer, mesh: Mesh):

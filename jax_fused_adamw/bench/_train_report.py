@@ -53,9 +53,10 @@ def print_results(results: TrainResults) -> None:
     print(
         "\noptimizer %: what a step takes longer than a program that returns loss and"
         "\nfloat32 gradients, as a share of the step; of device time where there is a"
-        "\nprofiler, else of wall time. bf16 grads: of the copies that a step has"
-        "\nwritten, which may take less than that program. no graphs: wall time without"
-        "\nCUDA graphs; the profiler never sees them. A row's losses are within "
+        "\nprofiler, else of wall time. bf16 grads: of bfloat16 copies, which our step"
+        "\nhas written and optax's casts; it may take less than that program."
+        "\nno graphs: wall time without CUDA graphs; the profiler never sees them."
+        "\nA row's losses are within "
         f"{setting['tolerance']:.0%} of\noptax's with the same rule, measured on the "
         "distance that these move."
     )

@@ -1,6 +1,7 @@
 """The optimizers of whole train steps, and a compiled step with one of them."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,8 +29,9 @@ class Optimizer:
       make: makes the transformation.
       peer: name of the row of optax that follows the same rule, perhaps itself.
       ours: whether ``jfa.step`` takes the step, instead of optax's protocol.
-      compute_dtype: of the copies of the parameters that a step writes, with respect to
-        which the next one's gradients are; None takes those of the parameters.
+      compute_dtype: of the copies of the parameters with respect to which gradients
+        are: our step writes them, one of optax casts the parameters and the gradients.
+        None takes the gradients of the parameters.
     """
 
     name: str
@@ -47,13 +49,17 @@ class Optimizer:
     ) -> tuple[jax.Array, Any]:
         if self.compute_dtype is None:
             return value_and_grad(loss_fn, state, params, batch)
-        copies = jfa.compute_params(state, params)
+        copies = jfa.compute_params(state, params) if self.ours else None
         of_copies = jfa.value_and_grad(loss_fn, compute_dtype=self.compute_dtype)
         return of_copies(params, batch, compute_params=copies)
 
     def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         if self.ours:
             return jfa.step(self.make(), grads, state, params)
+        # optax would keep its arithmetic in the gradients' dtype.
+        grads = jax.tree.map(
+            lambda grad, param: grad.astype(param.dtype), grads, params
+        )
         updates, state = self.make().update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -74,17 +80,21 @@ def _if_finite(tx: optax.GradientTransformation) -> optax.GradientTransformation
     return optax.apply_if_finite(tx, MAX_ERRORS)
 
 
-def _with_bf16_grads(name: str, peer: str, **options: Any) -> Optimizer:
-    return Optimizer(
-        f"bf16 grads, {name}",
-        lambda: _fused(compute_dtype="bfloat16", **options),
-        peer,
-        ours=True,
-        compute_dtype="bfloat16",
+def _with_bf16_grads(
+    of_optax: Optimizer, ours: str, **options: Any
+) -> tuple[Optimizer, Optimizer]:
+    """Rows of the rule of ``of_optax``: its own one, and ours."""
+    peer = f"bf16 grads, {of_optax.name}"
+    bfloat16 = functools.partial(Optimizer, peer=peer, compute_dtype="bfloat16")
+    fused = functools.partial(_fused, compute_dtype="bfloat16", **options)
+    return (
+        bfloat16(peer, of_optax.make),
+        bfloat16(f"bf16 grads, {ours}", fused, ours=True),
     )
 
 
 _ADAMW, _CLIP = "optax.adamw", "clip, optax.adamw"
+ADAMW = Optimizer(_ADAMW, lambda: _adamw(), _ADAMW)
 CLIPPED = Optimizer(_CLIP, lambda: _clipped(_adamw()), _CLIP)
 OURS_CLIPPED = Optimizer(
     "if finite, clip, fused_adamw",
@@ -93,13 +103,13 @@ OURS_CLIPPED = Optimizer(
     ours=True,
 )
 OPTIMIZERS = (
-    Optimizer(_ADAMW, lambda: _adamw(), _ADAMW),
+    ADAMW,
     CLIPPED,
     Optimizer(f"if finite, {_CLIP}", lambda: _if_finite(_clipped(_adamw())), _CLIP),
     Optimizer("fused_adamw", lambda: _fused(), _ADAMW, ours=True),
     OURS_CLIPPED,
-    _with_bf16_grads("fused_adamw", _ADAMW),
-    _with_bf16_grads(OURS_CLIPPED.name, _CLIP, max_grad_norm=MAX_NORM),
+    *_with_bf16_grads(ADAMW, "fused_adamw"),
+    *_with_bf16_grads(CLIPPED, OURS_CLIPPED.name, max_grad_norm=MAX_NORM),
 )
 
 
