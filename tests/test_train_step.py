@@ -97,6 +97,23 @@ def test_every_row_is_measured_on_both_workloads(whole_run):
             assert row.device_us is row.launches is row.no_graphs_ms is None
 
 
+@pytest.mark.parametrize(
+    "names, chosen",
+    [
+        ([], [each.name for each in OPTIMIZERS]),
+        ([OURS], [PLAIN, OURS]),
+        ([OURS_CLIPPED, OURS], [PLAIN, CLIPPED, OURS, OURS_CLIPPED]),
+        ([PLAIN], [PLAIN]),
+    ],
+    ids=len,
+)
+def test_chosen_rows_come_behind_those_that_they_are_compared_with(names, chosen):
+    model = _train_step._measure_workload(toy_workload(), 1, 1, False, names)
+    suited = [name for name in chosen if not name.startswith("bf16")]  # to the toy
+    assert [row.name for row in model.rows] == ["gradients only", *suited]
+    assert {row.status for row in model.rows} == {"measured"}
+
+
 @pytest.mark.platform("cpu")
 def test_files_are_read_again(whole_run, tmp_path, capsys):
     file = whole_run["run.json"]

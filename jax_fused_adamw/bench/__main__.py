@@ -143,11 +143,12 @@ def _check_common(baseline, models: dict[str, Leaves]) -> None:
 def _measure_train_steps(options: argparse.Namespace, baseline, save):
     from jax_fused_adamw.bench import _results, _train_step
 
+    _check_rows(options, [each.name for each in _train_step.OPTIMIZERS])
     _platform()
     if baseline is not None:
         _check_baseline(baseline, _results.TrainResults, {})
     return _train_step.run_train_steps(
-        options.batch, options.iterations, options.samples, save
+        options.batch, options.iterations, options.samples, save, options.rows or ()
     )
 
 

@@ -11,16 +11,7 @@ from jax_fused_adamw.bench._shapes import SHAPES
 SHAPES_ON_GPU, QUICK_SHAPES = tuple(SHAPES), ("mlp", "resnet50")
 SHARDED_ON_GPU, QUICK_SHARDED = ("gpt2", "llama_1b"), ("mlp",)
 ITERATIONS = {"cpu": 10, "gpu": 20}
-# What the ladder decides itself.
-_OF_THE_ISOLATED_STEP = (
-    "rows",
-    "dtype",
-    "amsgrad",
-    "shape",
-    "shapes",
-    "module",
-    "elements",
-)
+_OF_THE_ISOLATED_STEP = ("dtype", "amsgrad", "shape", "shapes", "module", "elements")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -37,7 +28,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--rows",
         nargs="+",
         metavar="ROW",
-        help="some of the rows (default: all whose state is two float32 moments)",
+        help="some of the rows (default: all whose state is two float32 moments); of "
+        "--train-step each next to the row of optax that it is compared with",
     )
     add(
         "--ladder",
@@ -196,7 +188,7 @@ def _check_train_step(
             options,
             parser,
             "--{name} is of the isolated optimizer step; --train-step takes --batch, "
-            "--iterations and --samples",
+            "--rows, --iterations and --samples",
         )
 
 
@@ -214,7 +206,7 @@ def _check_sharded(
 def _check_ladder(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if options.ladder and not options.train_step:
         _refuse(
-            _OF_THE_ISOLATED_STEP,
+            ("rows", *_OF_THE_ISOLATED_STEP),
             options,
             parser,
             "--ladder has rows, sizes and gradients of its own: leave out --{name}",

@@ -120,8 +120,9 @@ def run_train_steps(
     iterations: int | None,
     samples: int,
     save: Callable[[TrainResults], None] = lambda results: None,
+    rows: Sequence[str] = (),
 ) -> TrainResults:
-    """Measures every optimizer on every workload.
+    """Measures optimizers on every workload.
 
     Args:
       batches: sequences in a batch of the GPT; none are 4 and, on a GPU, the largest
@@ -129,6 +130,7 @@ def run_train_steps(
       iterations: steps of a timed batch; None suits each workload.
       samples: timed batches of a row.
       save: called with what there is after each workload: a run may be killed.
+      rows: names of optimizers, each measured next to its peer; none are all.
 
     Raises:
       BenchError: parameters that do not fit into memory even once.
@@ -152,7 +154,7 @@ def run_train_steps(
         # CUDA graphs save launches, which a large batch hides, and compile once more.
         graphs = i == 0 or workload.updates > 1
         steps = iterations or _num_iterations(workload)
-        models.append(_measure_workload(workload, steps, samples, graphs))
+        models.append(_measure_workload(workload, steps, samples, graphs, rows))
         save(results())
     return results()
 
@@ -197,11 +199,20 @@ def _num_iterations(workload: Workload) -> int:
     return max(3, min(20, _TOKENS // num_tokens))
 
 
+def _choose(rows: Sequence[str]) -> list[Optimizer]:
+    peers = {each.peer for each in OPTIMIZERS if each.name in rows}
+    return [each for each in OPTIMIZERS if not rows or each.name in {*rows, *peers}]
+
+
 def _measure_workload(
-    workload: Workload, iterations: int, samples: int, graphs: bool
+    workload: Workload,
+    iterations: int,
+    samples: int,
+    graphs: bool,
+    names: Sequence[str] = (),
 ) -> WorkloadResult:
     rows = [_Row(GRADIENTS, lambda workload: TrainStepper(workload, None), peer=None)]
-    optimizers = [each for each in OPTIMIZERS if each.suits(workload)]
+    optimizers = [each for each in _choose(names) if each.suits(workload)]
     for optimizer in optimizers:
         build = functools.partial(TrainStepper, optimizer=optimizer)
         rows.append(
