@@ -30,7 +30,7 @@ _REFERENCE = "test_reference or plain_jax or xla"
 _NOT_HOST = ("bench", "cuda", "demo", "docs", "ladder", "large", "notebooks", "nvrtc")
 _NOT_HOST += ("speed", "train_step", "verify")
 _ON_CUDA = ("cuda", "cuda_stats", "stats", "clip", "trust", "bits", "spec", "in_place")
-_ON_CUDA += ("cases_numeric",)
+_ON_CUDA += ("cuda_precision", "cases_numeric")
 
 Check = Callable[[], Finding]
 
