@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jax_fused_adamw._checksum import checksum
@@ -63,16 +65,59 @@ def about(named: Mapping[str, FusedAdamW], tree: Any) -> dict[str, Any]:
 
 
 def checksums(leaves: Mapping[str, Any]) -> dict[str, int]:
-    """Of all that are not empty."""
+    """Of all that are not empty; raises where the replicas of one differ."""
     found = {name: checksum(x) for name, x in leaves.items() if not is_empty(x)}
-    return {name: int(number) for name, number in jax.device_get(found).items()}
+    numbers = jax.device_get({name: _of_devices(x) for name, x in found.items()})
+    unique = {name: {*map(int, of_devices)} for name, of_devices in numbers.items()}
+    differing = [name for name, its_numbers in unique.items() if len(its_numbers) > 1]
+    first = {name: min(its_numbers) for name, its_numbers in unique.items()}
+    differing += _differ_between_processes(first, leaves)
+    if differing:
+        raise ValueError(
+            f"TrainingRecord: leaf {differing[0]} should be the same on all of its "
+            "devices, by its sharding, and is not, so that no checkpoint can hold it. "
+            "Inside of shard_map psum the gradients; with check_vma=True it finds "
+            "what differs"
+        )
+    return first
+
+
+def _of_devices(number: Any) -> list[Any]:
+    """What each device of this process has found."""
+    if not isinstance(number, jax.Array):
+        return [number]
+    return [shard.data for shard in number.addressable_shards]
+
+
+def _differ_between_processes(
+    numbers: Mapping[str, int], leaves: Mapping[str, Any]
+) -> list[str]:
+    shared = [name for name in numbers if _is_on_all_processes(leaves[name])]
+    if not shared:
+        return []
+    mine = np.array([numbers[name] for name in shared], np.uint32)
+    everyones = multihost_utils.process_allgather(mine)
+    differ = (everyones != everyones[:1]).any(axis=0)
+    return [name for name, differs in zip(shared, differ, strict=True) if differs]
+
+
+def _is_on_all_processes(leaf: Any) -> bool:
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return False
+    devices: Any = leaf.sharding.device_set
+    processes = {device.process_index for device in devices}
+    return len(processes) == jax.process_count()
 
 
 def check_bits(saved: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
     """Raises for leaves with other bits than were saved, where it has checksums."""
-    expected = saved.get("checksums", {})
-    told = {name: leaf for name, leaf in leaves.items() if name in expected}
-    for name, number in checksums(told).items():
+    expected = saved.get("checksums")
+    if expected is None:
+        return
+    found = checksums(leaves)
+    if expected.keys() != found.keys():
+        raise ValueError("its checksums are not those of its leaves")
+    for name, number in found.items():
         if number != expected[name]:
             raise ValueError(
                 f"the bits of leaf {name} are not those that were saved, by its "
@@ -82,11 +127,14 @@ def check_bits(saved: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
 
 def check_parts(saved: Any) -> None:
     """Raises for what :func:`about` has not returned."""
+    if saved.get("version", _VERSION) != _VERSION:
+        return  # of which nothing else is known
     for name, kind in _PARTS.items():
-        # Of other versions nothing else is known.
-        is_known = saved.get("version", _VERSION) == _VERSION
-        if is_known and not isinstance(saved.get(name), kind):
+        if not isinstance(saved.get(name), kind):
             raise ValueError(f"it has no {name!r}")
+    unknown = saved.keys() - _PARTS.keys() - {"checksums"}
+    if unknown:
+        raise ValueError(f"it has {min(unknown)!r}, which this version does not know")
 
 
 def check(

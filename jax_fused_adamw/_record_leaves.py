@@ -12,7 +12,7 @@ _PYTHON = (bool, int, float)  # in this order: True is an int, too
 _Shape = jax.ShapeDtypeStruct
 _INT64 = np.iinfo(np.int64)
 # By orbax written in the background, where a failure comes late or never.
-_NOT_IN_ZARR = ("float128", "complex256")
+_NOT_IN_ZARR = ("float128", "complex256", "uint2", "uint4")
 
 
 def check_storable(tree: Any) -> None:
@@ -123,12 +123,14 @@ def target(like: Any, saved: str) -> Any:
 def placed(leaf: Any, like: Any) -> Any:
     """What orbax has restored, with the same bits, where it is to be."""
     if isinstance(leaf, np.ndarray) and isinstance(like, jax.Array | _Shape):
-        is_free = _is_free(like)
-        return jnp.array(leaf) if is_free else jax.device_put(leaf, like.sharding)
+        # Explicitly, for those who guard transfers.
+        where = None if _is_free(like) else like.sharding
+        return jax.device_put(leaf, where, may_alias=False)
     if _is_free(like) and _is_key(leaf):
         data = np.asarray(jax.random.key_data(leaf))
         impl = jax.random.key_impl(leaf)
-        return jax.random.wrap_key_data(jnp.array(data), impl=impl)
+        data = jax.device_put(data, may_alias=False)
+        return jax.random.wrap_key_data(data, impl=impl)
     return leaf
 
 

@@ -91,6 +91,7 @@ class TrainingRecord:
         self._optimizers = _record_checks.optimizers(tx)
         self._is_one = not isinstance(tx, Mapping)
         self._is_read_only = bool(getattr(manager_options, "read_only", False))
+        self._keeps_one = getattr(manager_options, "max_to_keep", None) == 1
         path = os.fspath(directory)
         # orbax takes absolute paths only; a bucket's address is one already.
         path = path if "://" in path else os.path.abspath(path)
@@ -111,16 +112,18 @@ class TrainingRecord:
             of completed updates; one of NumPy's or a scalar on the device will do.
           tree: containers with arrays, Python numbers and PRNG keys for leaves.
           force: save at a step that ``manager_options`` would leave out, or below the
-            latest, which a restore goes on taking.
+            latest, which a restore goes on taking; below it, it returns when all is on
+            disk.
 
         Returns:
           Whether it is saved: not where ``manager_options`` leave the step out.
 
         Raises:
           ValueError: a step at or below the latest one. To go back, first remove those
-            after it, each by ``record.manager.delete(step)``.
-          ValueError, TypeError: a leaf that no checkpoint can hold, by its path; a tree
-            without the optimizer's state; a step that is no integer.
+            after it: ``record.wait()``, then ``record.manager.delete(step)`` for each.
+          ValueError, TypeError: a leaf that no checkpoint can hold, by its path, as one
+            whose replicas differ; a tree without the optimizer's state; a step that is
+            no integer.
 
         Examples:
           >>> import tempfile, jax.numpy as jnp
@@ -143,7 +146,13 @@ class TrainingRecord:
         stored = jax.tree.map(_record_leaves.storable, tree)
         if jax.tree.leaves(stored):  # orbax takes no tree without any
             items["tree"] = args.StandardSave(stored)
-        return self.manager.save(step, args=args.Composite(**items), force=True)
+        is_latest = step > (self.latest_step() or -1)
+        saved = self.manager.save(step, args=args.Composite(**items), force=True)
+        if not is_latest:
+            # orbax has it behind the others, and would delete those first.
+            self.wait()
+            self.manager.reload()
+        return saved
 
     def restore(
         self, like: Any, step: int | None = None, *, changed: Iterable[str] = ()
@@ -205,7 +214,10 @@ class TrainingRecord:
         return Restored(step, tree, not_compared)
 
     def latest_step(self) -> int | None:
-        """The latest complete checkpoint.
+        """The latest checkpoint, which is complete after :meth:`wait`.
+
+        A record that only reads (``manager_options`` with ``read_only=True``) looks
+        anew, for what another process has saved.
 
         Returns:
           Its number; None without one.
@@ -219,8 +231,12 @@ class TrainingRecord:
           ...   record.latest_step()
           2
         """
-        # orbax has the last one saved, which force may have put below.
-        return max(self.manager.all_steps(), default=None)
+        return max(self._steps(), default=None)
+
+    def _steps(self) -> list[int]:
+        if self._is_read_only:
+            self.manager.reload()
+        return list(self.manager.all_steps())
 
     def wait(self) -> None:
         """Waits until all that is saved is on disk.
@@ -261,20 +277,27 @@ class TrainingRecord:
         latest = self.latest_step()
         if latest is None or step > latest:
             return
-        if not force or step in self.manager.all_steps():
+        if not force or step in self._steps():
             raise ValueError(
                 f"TrainingRecord: expected a step above the latest in "
                 f"{self.manager.directory}, {latest}, got {step}; to go back, first "
-                f"remove those after it, each by record.manager.delete(step)"
+                f"remove those after it: record.wait(), then "
+                f"record.manager.delete(step) for each"
+            )
+        if self._keeps_one:
+            raise ValueError(
+                f"TrainingRecord: saving step {step} would delete the latest in "
+                f"{self.manager.directory}, {latest}: max_to_keep is 1"
             )
 
     def _complete_step(self, step: int | None) -> int:
         step = self.latest_step() if step is None else _step_number(step)
-        if step is None or step not in self.manager.all_steps():
+        steps = self._steps()
+        if step is None or step not in steps:
             raise FileNotFoundError(
                 f"TrainingRecord: {self.manager.directory} has no complete checkpoint"
                 f"{'' if step is None else f' of step {step}'}; there are those of "
-                f"steps {list(self.manager.all_steps())}"
+                f"steps {steps}"
             )
         return step
 
@@ -307,8 +330,9 @@ class TrainingRecord:
         targets = tree_map_with_path(target, structure)
         tree = self._read(step, tree=_orbax().args.StandardRestore(targets))
         found = {_record_leaves.names(p): x for p, x in tree_leaves_with_path(tree)}
+        del tree  # so that of what is copied only one leaf is there twice
         return {
-            name: _record_leaves.placed(found[names], leaf)
+            name: _record_leaves.placed(found.pop(names), leaf)
             for names, (name, leaf) in likes.items()
         }
 
@@ -320,7 +344,7 @@ class TrainingRecord:
         except (MemoryError, jax.errors.JaxRuntimeError):
             raise  # which say nothing of the checkpoint
         except Exception as error:
-            others = [other for other in self.manager.all_steps() if other != step]
+            others = [other for other in self._steps() if other != step]
             told = "there is no other"
             if others:
                 told = f"restore(like, step=...) may have one of {others}"

@@ -35,9 +35,17 @@ def main() -> None:
         "key": jax.jit(lambda: jax.random.key(3), out_shardings=whole)(),
         "epoch": 7,
     }
+    own = np.full(8, float(index), np.float32)  # of each process another
+    parted = jax.make_array_from_callback(own.shape, whole, own.__getitem__)
     # A number for an array, and an array for a number.
     like = tree | {"step": 0, "epoch": make(np.int32(0), whole)}
     with jfa.TrainingRecord(folder) as record:
+        try:
+            record.save(1, tree | {"whole": parted})
+        except ValueError as error:
+            assert "['whole'] should be the same on all" in str(error)
+        else:
+            raise AssertionError("saved replicas that differ")
         assert record.save(1, tree)
         restored = record.restore(like).tree
         told = record._read(1, about=ocp.args.JsonRestore())["checksums"]

@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fused_adamw._checksum import _checksum, checksum
+from jax_fused_adamw._checksum import (
+    _BLOCK,
+    _SMALL_BLOCK,
+    _block_sum,
+    _checksum,
+    _mix,
+    checksum,
+)
 
 WORD = 0xFFFFFFFF
 
@@ -105,3 +112,34 @@ def test_arrays_in_the_memory_of_the_host():
     sharding = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     array = bits("float32")
     assert int(checksum(jax.device_put(array, sharding))) == expected(array)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "float64"])
+def test_arrays_of_many_blocks(dtype):
+    """Around the ends of blocks, by the same formula for all words at once."""
+
+    def whole(array):
+        words = np.ascontiguousarray(array).view(f"u{min(array.itemsize, 4)}")
+        i = np.arange(words.size, dtype=np.uint32)
+        return int(_mix(words.astype(np.uint32) ^ _mix(i)).sum(dtype=np.uint32))
+
+    words = np.random.default_rng(1).bytes(8 * (2 * _BLOCK + 1))
+    array = np.frombuffer(words, np.uint8).view(dtype)
+    for n in (_SMALL_BLOCK - 1, _SMALL_BLOCK, _SMALL_BLOCK + 1, _BLOCK - 1, _BLOCK):
+        assert int(checksum(array[:n])) == whole(array[:n]), n
+    for n in (_BLOCK + 1, 2 * _BLOCK + 1):
+        with jax.enable_x64(True):
+            assert int(checksum(jnp.array(array[:n]))) == whole(array[:n]), n
+    assert int(checksum(array[::3])) == whole(array[::3])
+
+
+@pytest.mark.platform("cpu")
+def test_arrays_of_the_host_share_their_programs():
+    sizes = (1, 77, 4096, 5000, 1 << 20, (1 << 20) + 3)
+    for n in sizes:
+        checksum(np.zeros(n, np.float32))
+    compiled = _block_sum._cache_size()
+    for n in sizes:
+        checksum(np.zeros((n, 2), np.float32))
+        checksum(jnp.zeros((3, n), jnp.int32))
+    assert _block_sum._cache_size() == compiled

@@ -152,6 +152,35 @@ def test_force_saves_below_the_latest_which_remains_it(tmp_path):
             record.save(2, like, force=True)
 
 
+def test_force_below_the_latest_does_not_delete_it(tmp_path):
+    """What max_to_keep deletes are the lowest steps, in whatever order they came."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    like = saved(tmp_path, steps=(10, 20, 30), manager_options=options)
+    with jfa.TrainingRecord(tmp_path, manager_options=options) as record:
+        assert record.save(25, like, force=True)
+        assert record.manager.all_steps() == [25, 30]
+        assert record.save(40, like)
+        record.wait()
+        assert record.manager.all_steps() == [30, 40]
+    options = ocp.CheckpointManagerOptions(max_to_keep=1)
+    with jfa.TrainingRecord(tmp_path, manager_options=options) as record:
+        with pytest.raises(ValueError, match="25 would delete the latest in .*, 40"):
+            record.save(25, like, force=True)
+        assert record.latest_step() == 40
+
+
+def test_a_reader_sees_what_another_record_saves(tmp_path):
+    like = saved(tmp_path, steps=(1,))
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with jfa.TrainingRecord(tmp_path, manager_options=options) as reader:
+        assert reader.latest_step() == 1
+        saved(tmp_path, steps=(2,))
+        assert reader.restore(like, 2).step == reader.latest_step() == 2
+        with jfa.TrainingRecord(tmp_path) as record:
+            record.manager.delete(2)
+        assert reader.restore(like).step == 1
+
+
 def test_steps_that_the_options_leave_out(tmp_path):
     """No error, and force is what saves them."""
     like = saved(tmp_path, steps=(2,))

@@ -87,6 +87,7 @@ def about(folder):
         ('"leaves"', '"leafes"'),
         ('"options"', '"optionz"'),
         ('"version"', '"Version"'),
+        ('"checksums"', '"checksumr"'),
         ("{", "["),
     ],
 )
@@ -141,7 +142,10 @@ def test_data_that_orbax_takes_for_whole(good, tmp_path, monkeypatch):
 def test_a_record_without_checksums_is_restored(good, tmp_path):
     """As the first ones were."""
     folder = pathlib.Path(shutil.copytree(good, tmp_path / "run"))
-    text = about(folder).read_text()
-    assert '"checksums"' in text
-    about(folder).write_text(text.replace('"checksums"', '"unknown"'))
+    told = json.loads(about(folder).read_text())
+    checksums = told.pop("checksums")
+    about(folder).write_text(json.dumps(told))
     assert outcome(folder) == "step 3"
+    del checksums[next(iter(checksums))]
+    about(folder).write_text(json.dumps(told | {"checksums": checksums}))
+    assert outcome(folder) == "error"

@@ -133,6 +133,7 @@ REFUSED = {
     "array of datetime64": lambda: np.zeros(2, "datetime64[s]"),
     "array of >f4": lambda: np.zeros(2, ">f4"),
     "array of float128": lambda: np.zeros(2, np.longdouble),
+    "array of uint4": lambda: jnp.zeros(2, jnp.uint4),
     "float0": lambda: np.zeros(2, jax.dtypes.float0),
     "donated or deleted": deleted,
     "64 bits": lambda: 2**63,
@@ -152,6 +153,19 @@ def test_what_no_checkpoint_holds_is_refused_at_once(named, tmp_path):
         assert record.latest_step() is None
         assert record.save(1, {"a": [1, 2]})
     assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_with_a_guard_of_transfers(committed, tmp_path):
+    """Which orbax alone passes, too."""
+    device = jax.devices()[0] if committed else None
+    tree = {"w": jnp.ones(3), "key": jax.random.key(1)}
+    tree = jax.device_put(tree, device) | {"epoch": 1, "host": np.arange(4.0)}
+    with jax.transfer_guard("disallow"):
+        restored = round_trip(tmp_path, tree)
+    for name in ("epoch", "key"):
+        assert restored.pop(name) == tree.pop(name)
+    assert_same_bits(restored, tree)
 
 
 def test_traced_leaves_are_refused(tmp_path):
