@@ -167,10 +167,10 @@ def empty(like: Any) -> Any:
     """A leaf as ``like`` tells of it, with whatever elements."""
     if isinstance(like, np.ndarray):
         return np.empty(like.shape, like.dtype)
-    if _is_free(like):
-        return jnp.empty(like.shape, like.dtype)
-    make = jax.jit(jnp.empty, static_argnums=(0, 1), out_shardings=like.sharding)
-    return make(like.shape, like.dtype)  # on devices of other processes, too
+    where = None if _is_free(like) else like.sharding
+    # By a program, so that it is on devices of other processes, too.
+    make = jax.jit(jnp.empty, static_argnums=(0, 1), out_shardings=where)
+    return make(like.shape, like.dtype)
 
 
 def by_path(tree: Any) -> dict[str, Any]:
