@@ -4,6 +4,7 @@ PyTorch's side is recorded; where torch is installed, its optimizer takes our st
 """
 
 import json
+import math
 import pathlib
 
 import jax
@@ -211,6 +212,58 @@ def test_a_schedule_is_compared_at_its_next_value(run):
     params = params_at(run, "saved")
     there = jfa.to_torch(state, params, make(run, learning_rate=late), paths=PATHS)
     assert there["param_groups"][0]["lr"] == np.float32(lr)
+
+
+# optax's schedules run in float32, PyTorch's schedulers in float64: as there.
+SCHEDULES = {
+    "cosine": (
+        optax.cosine_decay_schedule(1e-3, 1000),
+        lambda k: 1e-3 * (1 + math.cos(math.pi * k / 1000)) / 2,
+    ),
+    "linear": (optax.linear_schedule(1e-3, 0.0, 1000), lambda k: 1e-3 * (1 - k / 1000)),
+    "warmup": (
+        optax.warmup_cosine_decay_schedule(0.0, 3e-4, 100, 1000, 0.0),
+        lambda k: (
+            3e-4
+            * (k / 100 if k < 100 else (1 + math.cos(math.pi * (k - 100) / 900)) / 2)
+        ),
+    ),
+    "exponential": (
+        optax.exponential_decay(1e-3, 1, 0.99),
+        lambda k: 1e-3 * 0.99**k,
+    ),
+}
+
+
+@pytest.mark.parametrize(("schedule", "in_float64"), SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("scale", [1.0, 64.0])
+def test_ordinary_schedules_are_those_of_pytorch(schedule, in_float64, scale):
+    params = {"w": jnp.ones(2)}
+    tx = jfa.fused_adamw(schedule, lr_scale=scale)
+    state_dict = jfa.to_torch(tx.init(params), params, tx)
+    (group,) = state_dict["param_groups"]
+
+    def at(count, lr):
+        state_dict["state"][0]["step"] = np.float32(count)
+        group["lr"] = lr * scale
+        return jfa.from_torch(state_dict, params, tx)
+
+    for count in (0, 1, 38, 99, 100, 101, 500, 630, 963, 990, 999, 1000):
+        lr = in_float64(count)
+        assert at(count, lr).count == count
+        for other in (1.0002 * lr + 1e-8, 0.9998 * lr - 1e-8):
+            with pytest.raises(ValueError, match="learning_rate is"):
+                at(count, other)
+
+
+def test_a_constant_learning_rate_is_compared_exactly():
+    params, tx = {"w": jnp.ones(2)}, jfa.fused_adamw(1e-3)
+    state_dict = jfa.to_torch(tx.init(params), params, tx)
+    state_dict["param_groups"][0]["lr"] = float(np.float32(1e-3))
+    jfa.from_torch(state_dict, params, tx)
+    state_dict["param_groups"][0]["lr"] = 1e-3 * (1 + 1e-6)
+    with pytest.raises(ValueError, match="learning_rate is 0.001000001"):
+        jfa.from_torch(state_dict, params, tx)
 
 
 def test_the_other_kind_of_amsgrad_is_refused_both_ways(run):
