@@ -91,13 +91,37 @@ def check_same_tree(name: str, tree: Any, params: Any, remedy: str) -> None:
     elif extra:
         what = f"{leaf_name(name, extra[0])} has no counterpart in params"
     else:
-        what = (
-            f"the containers differ: expected {jax.tree.structure(params)}, got "
-            f"{jax.tree.structure(tree)}"
-        )
+        what = container_difference(name, tree, params)
     raise ValueError(
         f"fused_adamw: the tree of {name} does not match params: {what}. Pass {remedy}"
     )
+
+
+def container_difference(name: str, tree: Any, params: Any) -> str:
+    """The first of the containers that differ, for trees with leaves at same paths."""
+    expected = _containers(params)
+    for path, (node, level) in _containers(tree).items():
+        if path in expected and level != expected[path][1]:
+            kinds = [type(x).__name__ for x in (expected[path][0], node)]
+            if kinds[0] == kinds[1]:  # what it holds beside its children
+                kinds = [str(x) for x in (expected[path][1], level)]
+            what = f"{leaf_name(name, path)} must be a {kinds[0]}, got a {kinds[1]}"
+            return f"the containers differ: {what}"
+    return f"the containers differ: expected those of {jax.tree.structure(params)}"
+
+
+def _containers(tree: Any) -> dict[Any, tuple[Any, Any]]:
+    """Every node with children, and its own structure without theirs, by path."""
+    found = {}
+
+    def visit(path: Any, node: Any) -> bool:
+        level = jax.tree.structure(node, is_leaf=lambda x: x is not node)
+        if level.num_leaves and not jax.tree_util.treedef_is_leaf(level):
+            found[path] = node, level
+        return False
+
+    jax.tree_util.tree_leaves_with_path(tree, visit, is_leaf_takes_path=True)
+    return found
 
 
 def _check_dense(name: str, tree: Any) -> None:

@@ -120,28 +120,43 @@ def _of_leaves(
     """One checked value a leaf of params."""
     tree = option(params) if is_function(option) else option
     check(tree)
-    for prepare in (lambda tree, _: tree, _without_others):
-        try:
-            return jax.tree.leaves(jax.tree.broadcast(prepare(tree, params), params))
-        except ValueError as error:
-            reason = error
-    raise ValueError(
-        f"fused_adamw: the tree of {name} is not a prefix of the parameters' tree: "
-        f"{_first_difference(name, tree, params)}. Give every leaf, or every subtree, "
-        "of params one value"
-    ) from reason
+    paths_and_values, treedef = _flatten(tree, params)
+    try:
+        subtrees = treedef.flatten_up_to(params)
+    except ValueError as error:
+        raise ValueError(
+            f"fused_adamw: the tree of {name} is not a prefix of the parameters' tree: "
+            f"{_first_difference(name, tree, params)}. Give every leaf, or every "
+            "subtree, of params one value"
+        ) from error
+    pairs = zip(paths_and_values, subtrees, strict=True)
+    return [value for (_, value), subtree in pairs for _ in jax.tree.leaves(subtree)]
+
+
+def _flatten(tree: Any, params: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """Paths and values, and the tree's structure, no deeper than params has leaves.
+
+    A group of ``optax.multi_transform`` is given one ``MaskedNode`` in the place of all
+    that is another's, of which a tree for the whole model has values.
+    """
+    others = {
+        path
+        for path, param in tree_leaves_with_path(params, is_leaf=is_empty)
+        if is_empty(param)
+    }
+    return jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda path, _: path in others, is_leaf_takes_path=True
+    )
 
 
 def _first_difference(name: str, tree: Any, params: Any) -> str:
-    values = {path for path, _ in tree_leaves_with_path(tree)}
-    held = {path for path, _ in tree_leaves_with_path(tree, is_leaf=is_empty)}
+    values = {path for path, _ in _flatten(tree, params)[0]}
     expected = tree_leaves_with_path(params, is_leaf=is_empty)
     known = {path[:i] for path, _ in expected for i in range(len(path) + 1)}
     for path in sorted(values - known, key=str):
         return f"{leaf_name(name, path)} has no counterpart in params"
     for path, param in expected:
-        given = held if is_empty(param) else values
-        if not any(path[:i] in given for i in range(len(path) + 1)):
+        if values.isdisjoint(path[:i] for i in range(len(path) + 1)):
             advice = ""
             if isinstance(param, optax.MaskedNode):
                 advice = (
@@ -149,20 +164,4 @@ def _first_difference(name: str, tree: Any, params: Any) -> str:
                     "it is the tree of the whole model"
                 )
             return f"it has no value for {leaf_name('params', path)}{advice}"
-    return (
-        f"the containers differ: expected those of {jax.tree.structure(params)}, got "
-        f"{jax.tree.structure(tree)}"
-    )
-
-
-def _without_others(tree: Any, params: Any) -> Any:
-    """A tree for all parameters of a model, as one for those of a group.
-
-    A group of ``optax.multi_transform`` is given one ``MaskedNode`` in the place of all
-    that is another's.
-    """
-
-    def pick(param: Any, values: Any) -> Any:
-        return param if is_empty(param) else values
-
-    return jax.tree.map(pick, params, tree, is_leaf=is_empty)
+    return _checks.container_difference(name, tree, params)
