@@ -8,7 +8,7 @@ import optax
 from jax_fused_adamw import _checks
 from jax_fused_adamw._convert import make_state, tell_what_stays
 from jax_fused_adamw._options import Options, options_of
-from jax_fused_adamw._state import FusedAdamWState, check_state, copy
+from jax_fused_adamw._state import FusedAdamWState, check_state, check_state_type, copy
 
 _KINDS = {
     "off": optax.ScaleByAdamState,
@@ -89,6 +89,7 @@ def to_optax(state: FusedAdamWState, params: Any, tx: Any, optax_tx: Any) -> Any
       ValueError: a state of other options or parameters; another kind of AMSGrad
         (``amsgrad=True``, PyTorch's, has no equal in optax); an ``optax_tx`` with other
         state.
+      TypeError: a ``state`` or an ``optax_tx`` that is none, as that of a wrapper.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -101,6 +102,13 @@ def to_optax(state: FusedAdamWState, params: Any, tx: Any, optax_tx: Any) -> Any
     """
     with _checks.speaking_as("to_optax"):
         options = options_of(tx)
+        check_state_type(state)
+        if not callable(getattr(optax_tx, "init", None)):
+            raise TypeError(
+                "fused_adamw: optax_tx must be the transformation that is to go on, "
+                "as optax.adamw(learning_rate) is, got a value of type "
+                f"{type(optax_tx).__name__}; its state is made here"
+            )
         check_state(options, state, params)
         like = optax_tx.init(params)
         adam = _find(like, _kind(options))

@@ -23,7 +23,7 @@ from jax_fused_adamw._hyperparams import current_learning_rate
 from jax_fused_adamw._leaf_options import resolve_lr_scale, resolve_mask
 from jax_fused_adamw._options import Options, options_of
 from jax_fused_adamw._saved_options import recorded
-from jax_fused_adamw._state import FusedAdamWState, check_state
+from jax_fused_adamw._state import FusedAdamWState, check_state, check_state_type
 
 
 def from_torch(
@@ -149,6 +149,7 @@ def to_torch(
     Raises:
       ValueError: ``amsgrad="optax"``, ``nesterov`` or ``eps_root``, which PyTorch does
         not have; a state of other options or parameters; another path.
+      TypeError: a ``state`` that is none of ours, as that of a wrapper.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -162,6 +163,7 @@ def to_torch(
     """
     with _checks.speaking_as("to_torch"):
         options = options_of(tx)
+        check_state_type(state)
         check_state(options, state, params)
         order = _order_of(params, paths)
         ours = _hyperparams(options, state.count)

@@ -290,8 +290,8 @@ def check_state_type(state: Any) -> None:
     if not is_ours(state):
         raise TypeError(
             f"fused_adamw: state must be a FusedAdamWState, got "
-            f"{type(state).__name__}; pass what init or the previous step returned, in "
-            "the order update(grads, state, params)"
+            f"{type(state).__name__}; pass what init or the previous step returned, of "
+            "a chain the one inside; the order is update(grads, state, params)"
         )
 
 

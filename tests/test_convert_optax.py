@@ -171,6 +171,20 @@ def test_other_counts_trees_and_shapes_are_refused():
         jfa.to_optax(tx.init(PARAMS), PARAMS, tx, masked)
 
 
+def test_arguments_of_another_kind_are_refused():
+    tx, peer = ours({}), optax.adamw(0.05)
+    state = tx.init(PARAMS)
+    inner = "must be a FusedAdamWState, got tuple; .* of a chain the one inside"
+    for other in ((state,), peer.init(PARAMS)):
+        with pytest.raises(TypeError, match=f"to_optax: state {inner}"):
+            jfa.to_optax(other, PARAMS, tx, peer)
+        with pytest.raises(TypeError, match=f"to_torch: state {inner}"):
+            jfa.to_torch(other, PARAMS, tx)
+    told = r"to_optax: optax_tx must be the transformation .*, got .* type tuple"
+    with pytest.raises(TypeError, match=told):
+        jfa.to_optax(state, PARAMS, tx, peer.init(PARAMS))
+
+
 @pytest.mark.devices(2)
 def test_sharded_state_stays_where_it_is():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
