@@ -39,8 +39,9 @@ def from_optax(opt_state: Any, params: Any, tx: Any) -> FusedAdamWState:
 
     Returns:
       A new :class:`FusedAdamWState`, no buffer shared with the old one. Moments are
-      rounded to nearest to the dtypes of ``tx``; masters, averages and copies begin as
-      the parameters. Call it outside of ``jax.jit``.
+      rounded to nearest to the dtypes of ``tx``, each sharded as its parameter, where
+      that is committed to devices; masters, averages and copies begin as the
+      parameters. Call it outside of ``jax.jit``.
 
     Raises:
       ValueError: no such state, or several; other state beside it; counts that differ;

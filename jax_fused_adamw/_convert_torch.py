@@ -66,7 +66,8 @@ def from_torch(
 
     Returns:
       A new :class:`FusedAdamWState`: moments rounded to nearest to the dtypes of
-      ``tx``; masters, averages and copies begin as the parameters.
+      ``tx``, each sharded as its parameter, where that is committed to devices;
+      masters, averages and copies begin as the parameters.
 
     Raises:
       ValueError: hyperparameters that differ, by name, with both values; a parameter

@@ -189,10 +189,14 @@ def moment(name: str, entry: Any, key: str, param: Any) -> np.ndarray:
 
 
 def _array(value: Any, what: str) -> np.ndarray:
+    """Of float32 or float64: the former is not copied, as moments are large."""
     if value is None:  # of which NumPy makes a NaN
         raise TypeError(f"fused_adamw: {what} is None, expected numbers")
     try:
-        return np.asarray(np.asarray(value), np.float64)
+        array = np.asarray(value)
+        if np.iscomplexobj(array):
+            raise TypeError("it is complex")
+        return array if array.dtype == np.float32 else np.asarray(array, np.float64)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(
             f"fused_adamw: NumPy cannot read {what} ({error}); pass "

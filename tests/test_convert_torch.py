@@ -6,6 +6,7 @@ PyTorch's side is recorded; where torch is installed, its optimizer takes our st
 import json
 import math
 import pathlib
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,9 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_same_bits, random_like
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import is_placed, make_mesh
 
 import jax_fused_adamw as jfa
 
@@ -353,3 +357,68 @@ def test_scales_of_the_learning_rate_are_groups():
     message = r"learning_rate is 0.05 in param_groups\[1\] and 0.1 here"
     with pytest.raises(ValueError, match=message):
         jfa.from_torch(state_dict, params, jfa.fused_adamw(0.1))
+
+
+def sharded():
+    """Parameters on a mesh, one that lies nowhere in particular, and None."""
+    mesh = make_mesh("x", "y")
+    specs = {"rows": P("x"), "both": P("y", "x"), "whole": P()}
+    host = random_like(dict.fromkeys(specs, jnp.zeros((8, 8))), seed=2)
+    params = {x: jax.device_put(host[x], NamedSharding(mesh, specs[x])) for x in specs}
+    free = random_like({"free": jnp.zeros(3), "none": None}, seed=3)
+    return mesh, specs, params | free
+
+
+@pytest.mark.devices(4)
+def test_moments_lie_where_their_parameters_do():
+    mesh, specs, params = sharded()
+    tx, peer = jfa.fused_adamw(1e-3), optax.adamw(1e-3)
+    host = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), params)
+    _, state = tx.step(host, tx.init(host), host)
+    state_dict = jfa.to_torch(state, host, tx)
+    opt_state = jfa.to_optax(state, host, tx, peer)
+
+    def shape(x):
+        sharding = x.sharding if x.committed else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    for like in (params, jax.tree.map(shape, params)):
+        for new in (
+            jfa.from_torch(state_dict, like, tx),
+            jfa.from_optax(opt_state, like, tx),
+            jfa.from_optax(jax.device_get(opt_state), like, tx),
+        ):
+            assert_same_bits(jax.device_get(new), jax.device_get(state))
+            for tree in (new.mu, new.nu):
+                assert not tree["free"].committed
+                for name, spec in specs.items():
+                    assert is_placed(tree[name], mesh, spec)
+
+
+@pytest.mark.devices(4)
+def test_sharded_moments_are_copies_that_can_be_donated():
+    _, specs, params = sharded()
+    params = {name: params[name] for name in specs}
+    tx = jfa.fused_adamw(1e-3)
+    state_dict = jfa.to_torch(tx.step(params, tx.init(params), params)[1], params, tx)
+    before = jax.tree.map(np.copy, state_dict["state"])
+    state = jfa.from_torch(state_dict, params, tx)
+    kept = jax.device_get(jax.jit(tx.step)(params, state, params))
+    given = jax.jit(tx.step, donate_argnums=1)(params, state, params)
+    assert_same_bits(jax.device_get(given), kept)
+    assert_same_bits(state_dict["state"], before)
+
+
+def test_one_moment_after_the_other_is_copied_on_the_host():
+    """tracemalloc counts NumPy's arrays, and not JAX's."""
+    size, num = 100_000, 16
+    params = {f"l{i:02}": jnp.ones(size) for i in range(num)}
+    tx = jfa.fused_adamw(1e-3)
+    state_dict = jfa.to_torch(tx.init(params), params, tx)
+    tracemalloc.start()
+    try:
+        jfa.from_torch(state_dict, params, tx)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 6 * 4 * size  # of 2 * num arrays
