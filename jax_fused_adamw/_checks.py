@@ -333,8 +333,14 @@ def dtype_name(name: str, dtype: Any, allowed: tuple[str, ...]) -> str | None:
 def not_static_message(name: str) -> str:
     return (
         f"fused_adamw: {name} must be static, and arrived as a value that "
-        "optax.inject_hyperparams (or a caller) computed. Under inject_hyperparams, "
-        "name it in static_args=, as in "
+        "optax.inject_hyperparams (or a caller) computed. "
+        f"{static_advice(name)}"
+    )
+
+
+def static_advice(name: str) -> str:
+    return (
+        f"Under optax.inject_hyperparams, name {name} in static_args=, as in "
         f'inject_hyperparams(fused_adamw, static_args=("{name}",))'
     )
 

@@ -60,6 +60,8 @@ BAD_VALUES = [
     ({"a": -0.5}, ValueError, r"lr_scale\['a'\].*-0.5"),
     ({"a": np.nan}, ValueError, r"lr_scale\['a'\].*nan"),
     ({"a": np.inf}, ValueError, r"lr_scale\['a'\].*inf"),
+    ({"a": np.float16("inf")}, ValueError, r"lr_scale\['a'\].*inf"),
+    ({"a": np.float16("nan")}, ValueError, r"lr_scale\['a'\].*nan"),
     ({"a": 1e39}, ValueError, r"lr_scale\['a'\].*finite in float32"),
     ({"a": 10**400}, ValueError, r"lr_scale\['a'\].*finite in float32"),
     ({"a": jnp.float32(1)}, TypeError, r"lr_scale\['a'\] is an array.*static_args"),
@@ -74,6 +76,27 @@ def test_bad_values_are_named(values, error, text):
     tx = jfa.fused_adamw(1e-3, lr_scale=lambda params: values)
     with pytest.raises(error, match=text):
         tx.update(GRADS, tx.init(PARAMS), PARAMS)
+
+
+def test_a_number_of_float16_is_a_scale():
+    rates = jfa.fused_adamw(1e-3, lr_scale=np.float16(65504)).options()["lr_scale"]
+    assert rates == {"": 65504.0}
+
+
+@pytest.mark.parametrize("value", [np.array(True), jnp.array(True)])
+def test_a_mask_of_arrays_is_refused(value):
+    told = r"mask\['a'\] .* array, .*bool\(x\).* static_args=\(\"mask\",\)"
+    with pytest.raises(TypeError, match=told):
+        jfa.fused_adamw(1e-3, mask={"a": value})
+    jfa.fused_adamw(1e-3, mask={"a": bool(value), "b": np.bool_(True)})
+
+
+@pytest.mark.parametrize("name", ["lr_scale", "mask"])
+def test_a_schedule_is_no_function_of_parameters(name):
+    tx = jfa.fused_adamw(1e-3, **{name: optax.cosine_decay_schedule(1.0, 10)})
+    told = f"fused_adamw: {name} is a function .* prefix, .* A schedule.*learning_rate"
+    with pytest.raises(TypeError, match=told):
+        tx.step(GRADS, tx.init(PARAMS), PARAMS)
 
 
 def test_a_tracer_is_refused():
