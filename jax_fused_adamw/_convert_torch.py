@@ -22,7 +22,7 @@ from jax_fused_adamw._convert_torch_dict import (
 from jax_fused_adamw._hyperparams import current_learning_rate
 from jax_fused_adamw._leaf_options import resolve_lr_scale, resolve_mask
 from jax_fused_adamw._options import Options, options_of
-from jax_fused_adamw._saved_options import recorded
+from jax_fused_adamw._saved_options import advice_on_changed, recorded
 from jax_fused_adamw._state import FusedAdamWState, check_state, check_state_type
 
 
@@ -336,7 +336,7 @@ def _compare(
     if told:
         raise ValueError(
             f"fused_adamw: hyperparameters differ: {'; '.join(sorted(told))}. Make the "
-            "optimizer with PyTorch's, or name in changed= what is meant to differ"
+            f"optimizer with PyTorch's{advice_on_changed(x.split()[0] for x in told)}"
         )
 
 
