@@ -84,7 +84,7 @@ def check_same_tree(name: str, tree: Any, params: Any, remedy: str) -> None:
     if missing and extra:
         what = (
             f"it has {leaf_name(name, extra[0])} and lacks "
-            f"{leaf_name(name, missing[0])}; are its containers the same?"
+            f"{leaf_name(name, missing[0])} (are its containers the same?)"
         )
     elif missing:
         what = f"{leaf_name(name, missing[0])} is missing"
@@ -107,7 +107,10 @@ def container_difference(name: str, tree: Any, params: Any) -> str:
                 kinds = [str(x) for x in (expected[path][1], level)]
             what = f"{leaf_name(name, path)} must be a {kinds[0]}, got a {kinds[1]}"
             return f"the containers differ: {what}"
-    return f"the containers differ: expected those of {jax.tree.structure(params)}"
+    return (  # in empty ones
+        f"the containers differ: expected {jax.tree.structure(params)}, got "
+        f"{jax.tree.structure(tree)}"
+    )
 
 
 def _containers(tree: Any) -> dict[Any, tuple[Any, Any]]:
@@ -115,8 +118,8 @@ def _containers(tree: Any) -> dict[Any, tuple[Any, Any]]:
     found = {}
 
     def visit(path: Any, node: Any) -> bool:
-        level = jax.tree.structure(node, is_leaf=lambda x: x is not node)
-        if level.num_leaves and not jax.tree_util.treedef_is_leaf(level):
+        children, level = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
+        if children and children[0] is not node:
             found[path] = node, level
         return False
 
@@ -218,6 +221,16 @@ def check_state_tree(name: str, tree: Any, params: Any, option: str) -> None:
 def state_trees(state: Any, names: Iterable[str]) -> dict[str, Any]:
     """Trees of the state, by the names that messages call them."""
     return {f"state.{name}": getattr(state, name) for name in names}
+
+
+def check_concrete(name: str, tree: Any) -> None:
+    """Raises TypeError for a shape in the place of an array."""
+    for path, leaf in tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"fused_adamw: {leaf_name(name, path)} is a ShapeDtypeStruct, expected "
+                "an array, whose values are read; jax.eval_shape makes shapes of all"
+            )
 
 
 def check_memory(trees: dict[str, Any]) -> None:

@@ -31,7 +31,8 @@ def from_optax(opt_state: Any, params: Any, tx: Any) -> FusedAdamWState:
         in a ``chain`` with what has no state (clipping). Other state would be lost, and
         is refused: of ``inject_hyperparams``, ``masked`` or ``MultiSteps`` pass
         ``inner_state`` or the like.
-      params: the parameters that it belongs to.
+      params: the parameters that it belongs to; of ``masked`` and a group of
+        ``multi_transform`` all, or those of the group.
       tx: the :func:`fused_adamw` that is to go on. optax's AMSGrad needs
         ``amsgrad="optax"``: its maximum is of corrected moments and cannot be turned
         into PyTorch's (nor does a state say of ``bias_correction_nu=False``, which has
@@ -62,7 +63,9 @@ def from_optax(opt_state: Any, params: Any, tx: Any) -> FusedAdamWState:
     with _checks.speaking_as("from_optax"):
         options = options_of(tx)
         adam = _find(opt_state, _kind(options))
+        _checks.check_concrete("opt_state", opt_state)
         moments = {name: getattr(adam, name) for name in adam._fields[1:]}
+        params = _of_group(params, adam.mu)
         return make_state(options, params, adam.count, moments)
 
 
@@ -73,7 +76,7 @@ def to_optax(state: FusedAdamWState, params: Any, tx: Any, optax_tx: Any) -> Any
       state: of ``tx``. What optax's has no place for stays behind: masters and the
         average (with a warning; take ``state.master`` as float32 parameters), copies,
         the counts of skipped steps, the report.
-      params: the parameters that it belongs to.
+      params: as for :func:`from_optax`.
       tx: the :func:`fused_adamw` that made ``state``.
       optax_tx: the transformation that is to go on, made with the same
         hyperparameters: ``optax.adamw``, or ``optax.amsgrad`` with
@@ -110,6 +113,7 @@ def to_optax(state: FusedAdamWState, params: Any, tx: Any, optax_tx: Any) -> Any
                 "as optax.adamw(learning_rate) is, got a value of type "
                 f"{type(optax_tx).__name__}; its state is made here"
             )
+        params = _of_group(params, state.mu)
         check_state(options, state, params)
         like = optax_tx.init(params)
         adam = _find(like, _kind(options))
@@ -131,6 +135,20 @@ def to_optax(state: FusedAdamWState, params: Any, tx: Any, optax_tx: Any) -> Any
         return node._replace(**fields)
 
     return jax.tree.map(convert, like, is_leaf=_is_known)
+
+
+def _of_group(params: Any, mu: Any) -> Any:
+    """The parameters that have moments, ``MaskedNode`` in the place of others."""
+
+    def is_masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    try:
+        return jax.tree.map(
+            lambda m, param: m if is_masked(m) else param, mu, params, is_leaf=is_masked
+        )
+    except ValueError:  # of another tree: the checks that follow tell how
+        return params
 
 
 def _kind(options: Options) -> type:
