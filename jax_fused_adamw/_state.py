@@ -152,10 +152,9 @@ def _buffer_of(x: Any) -> Any:
     is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
     if not is_array or x.is_deleted():
         return id(x)
-    return tuple(
-        (shard.device, shard.data.unsafe_buffer_pointer())
-        for shard in x.addressable_shards
-    )
+    shards = x.addressable_shards  # none, where all are of other processes
+    pointers = [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in shards]
+    return tuple(pointers) or id(x)
 
 
 _ALWAYS = ("count", "mu", "nu", "skipped", "consecutive")
