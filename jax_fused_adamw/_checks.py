@@ -84,20 +84,47 @@ def check_same_tree(name: str, tree: Any, params: Any, remedy: str) -> None:
     if missing and extra:
         what = (
             f"it has {leaf_name(name, extra[0])} and lacks "
-            f"{leaf_name(name, missing[0])}; are its containers the same?"
+            f"{leaf_name(name, missing[0])} (are its containers the same?)"
         )
     elif missing:
         what = f"{leaf_name(name, missing[0])} is missing"
     elif extra:
         what = f"{leaf_name(name, extra[0])} has no counterpart in params"
     else:
-        what = (
-            f"the containers differ: expected {jax.tree.structure(params)}, got "
-            f"{jax.tree.structure(tree)}"
-        )
+        what = container_difference(name, tree, params)
     raise ValueError(
         f"fused_adamw: the tree of {name} does not match params: {what}. Pass {remedy}"
     )
+
+
+def container_difference(name: str, tree: Any, params: Any) -> str:
+    """The first of the containers that differ, for trees with leaves at same paths."""
+    expected = _containers(params)
+    for path, (node, level) in _containers(tree).items():
+        if path in expected and level != expected[path][1]:
+            kinds = [type(x).__name__ for x in (expected[path][0], node)]
+            if kinds[0] == kinds[1]:  # what it holds beside its children
+                kinds = [str(x) for x in (expected[path][1], level)]
+            what = f"{leaf_name(name, path)} must be a {kinds[0]}, got a {kinds[1]}"
+            return f"the containers differ: {what}"
+    return (  # in empty ones
+        f"the containers differ: expected {jax.tree.structure(params)}, got "
+        f"{jax.tree.structure(tree)}"
+    )
+
+
+def _containers(tree: Any) -> dict[Any, tuple[Any, Any]]:
+    """Every node with children, and its own structure without theirs, by path."""
+    found = {}
+
+    def visit(path: Any, node: Any) -> bool:
+        children, level = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
+        if children and children[0] is not node:
+            found[path] = node, level
+        return False
+
+    jax.tree_util.tree_leaves_with_path(tree, visit, is_leaf_takes_path=True)
+    return found
 
 
 def _check_dense(name: str, tree: Any) -> None:
@@ -194,6 +221,16 @@ def check_state_tree(name: str, tree: Any, params: Any, option: str) -> None:
 def state_trees(state: Any, names: Iterable[str]) -> dict[str, Any]:
     """Trees of the state, by the names that messages call them."""
     return {f"state.{name}": getattr(state, name) for name in names}
+
+
+def check_concrete(name: str, tree: Any) -> None:
+    """Raises TypeError for a shape in the place of an array."""
+    for path, leaf in tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"fused_adamw: {leaf_name(name, path)} is a ShapeDtypeStruct, expected "
+                "an array, whose values are read; jax.eval_shape makes shapes of all"
+            )
 
 
 def check_memory(trees: dict[str, Any]) -> None:
@@ -309,8 +346,14 @@ def dtype_name(name: str, dtype: Any, allowed: tuple[str, ...]) -> str | None:
 def not_static_message(name: str) -> str:
     return (
         f"fused_adamw: {name} must be static, and arrived as a value that "
-        "optax.inject_hyperparams (or a caller) computed. Under inject_hyperparams, "
-        "name it in static_args=, as in "
+        "optax.inject_hyperparams (or a caller) computed. "
+        f"{static_advice(name)}"
+    )
+
+
+def static_advice(name: str) -> str:
+    return (
+        f"Under optax.inject_hyperparams, name {name} in static_args=, as in "
         f'inject_hyperparams(fused_adamw, static_args=("{name}",))'
     )
 

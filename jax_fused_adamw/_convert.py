@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_fused_adamw import _checks
 from jax_fused_adamw._options import Options
@@ -23,6 +24,8 @@ def make_state(
 ) -> FusedAdamWState:
     """A state with these moments, in buffers of its own, the rest as ``init`` has it.
 
+    Moments lie where their parameters are committed to, by a sharding or a device.
+
     Args:
       options: of the optimizer that is to use it.
       params: its parameters.
@@ -36,7 +39,9 @@ def make_state(
         _checks.check_same_tree(name, tree, params, "moments of these parameters")
         _checks.check_shapes(name, tree, params)
         return jax.tree.map(
-            lambda x, p: copy(x, _checks.state_dtype(dtypes[name], p)), tree, params
+            lambda x, p: _copy_beside(p, x, _checks.state_dtype(dtypes[name], p)),
+            tree,
+            params,
         )
 
     state = init_state(options, None)._replace(
@@ -47,6 +52,19 @@ def make_state(
     check_state(options, state, params)
     check_counts(state)
     return state
+
+
+def _copy_beside(param: Any, x: Any, dtype: Any) -> jax.Array:
+    """A copy of an array that lies where its parameter is committed to."""
+    sharding = None
+    if not isinstance(param, jax.core.Tracer) and getattr(param, "committed", True):
+        sharding = getattr(param, "sharding", None)
+    if isinstance(x, jax.Array):
+        new = copy(x, dtype)
+        return new if sharding is None else jax.device_put(new, sharding)
+    # From the host shard by shard: no device need hold it whole. One array after the
+    # other: each has one more copy on its way.
+    return jax.block_until_ready(jax.device_put(np.array(x, dtype), sharding))
 
 
 def tell_what_stays(name: str, state: FusedAdamWState) -> None:

@@ -8,7 +8,7 @@ import optax
 from jax_fused_adamw import _checks
 from jax_fused_adamw._convert import make_state, tell_what_stays
 from jax_fused_adamw._options import Options, options_of
-from jax_fused_adamw._state import FusedAdamWState, check_state, copy
+from jax_fused_adamw._state import FusedAdamWState, check_state, check_state_type, copy
 
 _KINDS = {
     "off": optax.ScaleByAdamState,
@@ -31,7 +31,8 @@ def from_optax(opt_state: Any, params: Any, tx: Any) -> FusedAdamWState:
         in a ``chain`` with what has no state (clipping). Other state would be lost, and
         is refused: of ``inject_hyperparams``, ``masked`` or ``MultiSteps`` pass
         ``inner_state`` or the like.
-      params: the parameters that it belongs to.
+      params: the parameters that it belongs to; of ``masked`` and a group of
+        ``multi_transform`` all, or those of the group.
       tx: the :func:`fused_adamw` that is to go on. optax's AMSGrad needs
         ``amsgrad="optax"``: its maximum is of corrected moments and cannot be turned
         into PyTorch's (nor does a state say of ``bias_correction_nu=False``, which has
@@ -39,8 +40,9 @@ def from_optax(opt_state: Any, params: Any, tx: Any) -> FusedAdamWState:
 
     Returns:
       A new :class:`FusedAdamWState`, no buffer shared with the old one. Moments are
-      rounded to nearest to the dtypes of ``tx``; masters, averages and copies begin as
-      the parameters. Call it outside of ``jax.jit``.
+      rounded to nearest to the dtypes of ``tx``, each sharded as its parameter, where
+      that is committed to devices; masters, averages and copies begin as the
+      parameters. Call it outside of ``jax.jit``.
 
     Raises:
       ValueError: no such state, or several; other state beside it; counts that differ;
@@ -61,7 +63,9 @@ def from_optax(opt_state: Any, params: Any, tx: Any) -> FusedAdamWState:
     with _checks.speaking_as("from_optax"):
         options = options_of(tx)
         adam = _find(opt_state, _kind(options))
+        _checks.check_concrete("opt_state", opt_state)
         moments = {name: getattr(adam, name) for name in adam._fields[1:]}
+        params = _of_group(params, adam.mu)
         return make_state(options, params, adam.count, moments)
 
 
@@ -72,7 +76,7 @@ def to_optax(state: FusedAdamWState, params: Any, tx: Any, optax_tx: Any) -> Any
       state: of ``tx``. What optax's has no place for stays behind: masters and the
         average (with a warning; take ``state.master`` as float32 parameters), copies,
         the counts of skipped steps, the report.
-      params: the parameters that it belongs to.
+      params: as for :func:`from_optax`.
       tx: the :func:`fused_adamw` that made ``state``.
       optax_tx: the transformation that is to go on, made with the same
         hyperparameters: ``optax.adamw``, or ``optax.amsgrad`` with
@@ -89,6 +93,7 @@ def to_optax(state: FusedAdamWState, params: Any, tx: Any, optax_tx: Any) -> Any
       ValueError: a state of other options or parameters; another kind of AMSGrad
         (``amsgrad=True``, PyTorch's, has no equal in optax); an ``optax_tx`` with other
         state.
+      TypeError: a ``state`` or an ``optax_tx`` that is none, as that of a wrapper.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -101,6 +106,14 @@ def to_optax(state: FusedAdamWState, params: Any, tx: Any, optax_tx: Any) -> Any
     """
     with _checks.speaking_as("to_optax"):
         options = options_of(tx)
+        check_state_type(state)
+        if not callable(getattr(optax_tx, "init", None)):
+            raise TypeError(
+                "fused_adamw: optax_tx must be the transformation that is to go on, "
+                "as optax.adamw(learning_rate) is, got a value of type "
+                f"{type(optax_tx).__name__}; its state is made here"
+            )
+        params = _of_group(params, state.mu)
         check_state(options, state, params)
         like = optax_tx.init(params)
         adam = _find(like, _kind(options))
@@ -122,6 +135,20 @@ def to_optax(state: FusedAdamWState, params: Any, tx: Any, optax_tx: Any) -> Any
         return node._replace(**fields)
 
     return jax.tree.map(convert, like, is_leaf=_is_known)
+
+
+def _of_group(params: Any, mu: Any) -> Any:
+    """The parameters that have moments, ``MaskedNode`` in the place of others."""
+
+    def is_masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    try:
+        return jax.tree.map(
+            lambda m, param: m if is_masked(m) else param, mu, params, is_leaf=is_masked
+        )
+    except ValueError:  # of another tree: the checks that follow tell how
+        return params
 
 
 def _kind(options: Options) -> type:

@@ -22,8 +22,8 @@ from jax_fused_adamw._convert_torch_dict import (
 from jax_fused_adamw._hyperparams import current_learning_rate
 from jax_fused_adamw._leaf_options import resolve_lr_scale, resolve_mask
 from jax_fused_adamw._options import Options, options_of
-from jax_fused_adamw._saved_options import recorded
-from jax_fused_adamw._state import FusedAdamWState, check_state
+from jax_fused_adamw._saved_options import advice_on_changed, recorded
+from jax_fused_adamw._state import FusedAdamWState, check_state, check_state_type
 
 
 def from_torch(
@@ -41,11 +41,13 @@ def from_torch(
     to ``exp_avg``, ``exp_avg_sq`` and ``max_exp_avg_sq`` too. A square matrix that is
     not transposed cannot be noticed.
 
-    The hyperparameters of the ``param_groups`` are compared with those of ``tx``, a
-    schedule at its value for the next step: lr, betas, eps, amsgrad, maximize and, for
-    each parameter, weight_decay, which must be 0 where the ``mask`` of ``tx`` excludes
-    it. ``tx`` must be without ``nesterov`` and ``eps_root``, which PyTorch does not
-    have. Its defaults are lr 1e-3 and weight_decay 1e-2, ours is weight_decay 1e-4;
+    The hyperparameters of the ``param_groups`` are compared with those of ``tx``,
+    rounded to float32: lr, betas, eps, amsgrad, maximize and, for each parameter,
+    weight_decay, which must be 0 where the ``mask`` of ``tx`` excludes it. A schedule
+    is compared at its value for the next step, with a tolerance, since it runs in
+    float32 and PyTorch's in float64: 1e-4 of the value and 1e-6 of the largest that it
+    had so far. ``tx`` must be without ``nesterov`` and ``eps_root``, which PyTorch does
+    not have. Its defaults are lr 1e-3 and weight_decay 1e-2, ours is weight_decay 1e-4;
     betas and eps are the same.
 
     Args:
@@ -64,7 +66,8 @@ def from_torch(
 
     Returns:
       A new :class:`FusedAdamWState`: moments rounded to nearest to the dtypes of
-      ``tx``; masters, averages and copies begin as the parameters.
+      ``tx``, each sharded as its parameter, where that is committed to devices;
+      masters, averages and copies begin as the parameters.
 
     Raises:
       ValueError: hyperparameters that differ, by name, with both values; a parameter
@@ -147,6 +150,7 @@ def to_torch(
     Raises:
       ValueError: ``amsgrad="optax"``, ``nesterov`` or ``eps_root``, which PyTorch does
         not have; a state of other options or parameters; another path.
+      TypeError: a ``state`` that is none of ours, as that of a wrapper.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -160,6 +164,7 @@ def to_torch(
     """
     with _checks.speaking_as("to_torch"):
         options = options_of(tx)
+        check_state_type(state)
         check_state(options, state, params)
         order = _order_of(params, paths)
         ours = _hyperparams(options, state.count)
@@ -254,11 +259,19 @@ def _check_names(params: Any, known: Sequence[str]) -> None:
 
 
 def _hyperparams(options: Options, count: Any) -> dict[str, Any]:
-    """By our names, a schedule at its value for the next step."""
-    ours = recorded(options)
+    """By our names, a schedule at its value for the next step.
+
+    ``tolerance`` is how far PyTorch's learning rate may be from it.
+    """
+    ours = recorded(options) | {"tolerance": 0.0}
     if ours["learning_rate"] == "schedule":
-        value = current_learning_rate(options.learning_rate, jnp.int32(count))
-        ours["learning_rate"] = float(value)
+        # Where it goes down to zero, float32 has lost most digits of the value.
+        *_, rate = rates = [
+            float(current_learning_rate(options.learning_rate, jnp.int32(at)))
+            for at in np.linspace(0, int(count), 9)
+        ]
+        ours["learning_rate"] = rate
+        ours["tolerance"] = 1e-4 * abs(rate) + 1e-6 * max(map(abs, rates))
     return ours
 
 
@@ -266,12 +279,14 @@ def _of_leaves(
     ours: Mapping[str, Any], options: Options, params: Any
 ) -> list[dict[str, Any]]:
     """The hyperparameters of each leaf, as a group of PyTorch has them."""
-    rate, decay = ours["learning_rate"], ours["weight_decay"]
+    rate, tolerance = ours["learning_rate"], ours["tolerance"]
+    decay = ours["weight_decay"]
     decayed = resolve_mask(options.mask, params)
     scales = resolve_lr_scale(options.lr_scale, params)
     return [
         dict(ours)
         | {"learning_rate": rate if scale == 1 else rate * scale}
+        | {"tolerance": tolerance * scale}
         | {"weight_decay": decay if decays else 0.0}
         for decays, scale in zip(decayed, scales, strict=True)
     ]
@@ -306,8 +321,11 @@ def _compare(
         own = list(itertools.islice(names, len(group["params"])))
         for option in theirs.keys() - changed:
             there = f"{theirs[option]!r} in param_groups[{number}]"
-            ours = {name: of_names[name][option] for name in own}
-            wrong = {k: x for k, x in ours.items() if not _same(theirs[option], x)}
+            wrong = {
+                name: of_names[name][option]
+                for name in own
+                if not _same(option, theirs[option], of_names[name])
+            }
             if len(wrong) == len(own) and len(set(wrong.values())) == 1:
                 told.append(f"{option} is {there} and {wrong[own[0]]!r} here")
             else:
@@ -318,12 +336,15 @@ def _compare(
     if told:
         raise ValueError(
             f"fused_adamw: hyperparameters differ: {'; '.join(sorted(told))}. Make the "
-            "optimizer with PyTorch's, or name in changed= what is meant to differ"
+            f"optimizer with PyTorch's{advice_on_changed(x.split()[0] for x in told)}"
         )
 
 
-def _same(theirs: Any, ours: Any) -> bool:
-    if isinstance(theirs, bool) or isinstance(ours, str):
-        return theirs is ours
+def _same(option: str, value: Any, of_leaf: Mapping[str, Any]) -> bool:
+    ours = of_leaf[option]
+    if isinstance(value, bool) or isinstance(ours, str):
+        return value is ours
+    if option == "learning_rate" and abs(value - ours) <= of_leaf["tolerance"]:
+        return True
     with np.errstate(over="ignore"):
-        return theirs == ours or np.float32(theirs) == np.float32(ours)
+        return bool(np.float32(value) == np.float32(ours))

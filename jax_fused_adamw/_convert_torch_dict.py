@@ -1,6 +1,7 @@
 """A ``state_dict`` of PyTorch's AdamW, read with care: it may come from anywhere."""
 
 import collections
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,19 +36,19 @@ def groups_of(state_dict: Any, num_params: int) -> Iterator[Mapping[str, Any]]:
         )
     for number, group in enumerate(groups):
         _check_group(f"param_groups[{number}]", group)
-    numbers = [number for group in groups for number in group["params"]]
-    twice = [x for x, times in collections.Counter(numbers).items() if times > 1]
+    given = [number for group in groups for number in group["params"]]
+    twice = [x for x, times in collections.Counter(given).items() if times > 1]
     if twice:
         raise ValueError(
             f"fused_adamw: the param_groups have the parameter {twice[0]!r} twice; "
             "expected each number once"
         )
-    if len(numbers) != num_params:
+    if len(given) != num_params:
         raise ValueError(
-            f"fused_adamw: state_dict is of {len(numbers)} parameters, params has "
+            f"fused_adamw: state_dict is of {len(given)} parameters, params has "
             f"{num_params} leaves"
         )
-    _check_numbers(state_dict["state"], numbers)
+    _check_numbers(state_dict["state"], given)
     yield from groups
 
 
@@ -67,6 +68,12 @@ def _check_group(name: str, group: Any) -> None:
         raise TypeError(
             f"fused_adamw: params of {name} is {params!r}, expected a list of numbers"
         )
+    for number in params:
+        if not isinstance(number, (numbers.Integral, str)):
+            raise TypeError(
+                f"fused_adamw: params of {name} has {number!r}, expected a number, as "
+                "state_dict() makes of each parameter"
+            )
     if _array(betas, f"betas of {name}").shape != (2,):
         raise ValueError(
             f"fused_adamw: betas of {name} is {betas!r}, expected two numbers"
@@ -83,13 +90,13 @@ def _check_group(name: str, group: Any) -> None:
         )
 
 
-def _check_numbers(state: Any, numbers: Sequence[Any]) -> None:
+def _check_numbers(state: Any, given: Sequence[Any]) -> None:
     """Raises ValueError for state that belongs to no parameter, and would be lost."""
     if not isinstance(state, Mapping):
         raise TypeError(
             f"fused_adamw: state must be a dict, got {type(state).__name__}"
         )
-    known = set(numbers)
+    known = set(given)
     unknown = [key for key in state if key not in known]
     if unknown:
         raise ValueError(
@@ -189,10 +196,14 @@ def moment(name: str, entry: Any, key: str, param: Any) -> np.ndarray:
 
 
 def _array(value: Any, what: str) -> np.ndarray:
+    """Of float32 or float64: the former is not copied, as moments are large."""
     if value is None:  # of which NumPy makes a NaN
         raise TypeError(f"fused_adamw: {what} is None, expected numbers")
     try:
-        return np.asarray(np.asarray(value), np.float64)
+        array = np.asarray(value)
+        if np.iscomplexobj(array):
+            raise TypeError("it is complex")
+        return array if array.dtype == np.float32 else np.asarray(array, np.float64)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(
             f"fused_adamw: NumPy cannot read {what} ({error}); pass "
@@ -202,14 +213,14 @@ def _array(value: Any, what: str) -> np.ndarray:
 
 def hyperparams_of(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a checked group, by our names."""
-    numbers = dict(zip(("b1", "b2"), group["betas"], strict=True)) | {
+    values = dict(zip(("b1", "b2"), group["betas"], strict=True)) | {
         "learning_rate": group["lr"],
         "eps": group["eps"],
         "weight_decay": group["weight_decay"],
     }
-    numbers = {key: _number(f"{key} of {name}", x) for key, x in numbers.items()}
+    values = {key: _number(f"{key} of {name}", x) for key, x in values.items()}
     flags = {key: bool(group.get(key, False)) for key in ("amsgrad", "maximize")}
-    return numbers | flags | ONLY_OURS
+    return values | flags | ONLY_OURS
 
 
 def _number(what: str, value: Any) -> float:

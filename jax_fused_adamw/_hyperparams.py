@@ -54,7 +54,7 @@ def check_hyperparameter(name: str, value: Any) -> None:
         )
     if _is_host_value(value):
         condition, holds = _RANGES[name]
-        if not holds(_to_float(value)):
+        if not holds(to_float(value)):
             raise ValueError(f"fused_adamw: expected {condition}, got {name}={value}")
 
 
@@ -79,7 +79,8 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, (jax.Array, np.ndarray, np.generic))
 
 
-def _to_float(value: Any) -> float:
+def to_float(value: Any) -> float:
+    """A number of any type; one beyond float64 is infinite."""
     try:
         return float(value)
     except OverflowError:  # an integer beyond float64
@@ -99,7 +100,7 @@ def encode(
       ``Scalars.hyper_bits``, ``UpdateConfig.traced`` and ``Scalars.traced``.
     """
     values = [hyperparams[name] for name in HYPERPARAMETERS]
-    known = [_to_float(value) if _is_host_value(value) else 0.0 for value in values]
+    known = [to_float(value) if _is_host_value(value) else 0.0 for value in values]
     bits = np.array(known, "<f8").view("<u4").reshape(-1, 2).astype(np.uint32)
     traced = {
         name: value.astype(jnp.float32)
@@ -125,7 +126,7 @@ def check_gradient_scale(value: Any) -> None:
 def check_weight(value: Any) -> None:
     """A micro-batch's weight; its range only where the host can see it."""
     _check_step_scalar("weight", value, (jnp.floating, jnp.integer))
-    if _is_host_value(value) and not (value >= 0 and _is_finite(_to_float(value))):
+    if _is_host_value(value) and not (value >= 0 and _is_finite(to_float(value))):
         raise ValueError(
             f"fused_adamw: expected a finite weight >= 0, got weight={value}"
         )
@@ -136,7 +137,7 @@ def scale_operand(value: Any) -> np.float32 | jax.Array:
     if not _is_host_value(value):
         return value.astype(jnp.float32)
     with np.errstate(over="ignore"):
-        return np.float32(_to_float(value))
+        return np.float32(to_float(value))
 
 
 def skip_update_operand(value: Any) -> np.bool_ | jax.Array:

@@ -15,6 +15,7 @@ from jax.tree_util import tree_leaves_with_path
 
 from jax_fused_adamw import _checks
 from jax_fused_adamw._checks import leaf_name
+from jax_fused_adamw._hyperparams import to_float
 from jax_fused_adamw._options import Options
 from jax_fused_adamw._shardings import is_empty
 
@@ -33,12 +34,15 @@ def is_function(option: Any) -> bool:
 def check_mask_values(tree: Any) -> None:
     """Raises TypeError unless every leaf of a mask is a Python bool."""
     for path, value in tree_leaves_with_path(tree):
-        _checks.check_static(leaf_name("mask", path), value)
-        if not isinstance(value, (bool, np.bool_)):
+        name = leaf_name("mask", path)
+        if isinstance(value, (jax.Array, np.ndarray)):
             raise TypeError(
-                f"fused_adamw: {leaf_name('mask', path)} must be a Python bool, got "
-                f"{value!r}"
+                f"fused_adamw: {name} must be static and is an array, expected a "
+                "Python or NumPy bool: bool(x) makes one outside of jit. "
+                f"{_checks.static_advice('mask')}"
             )
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"fused_adamw: {name} must be a Python bool, got {value!r}")
 
 
 def check_lr_scale_values(tree: Any) -> None:
@@ -50,8 +54,7 @@ def check_lr_scale_values(tree: Any) -> None:
                 f"fused_adamw: {name} is an array, expected a Python or NumPy number: "
                 "float(x) makes one outside of jit. A scale that changes from step to "
                 "step belongs in the learning_rate of a group of optax.multi_transform."
-                " Under optax.inject_hyperparams, name lr_scale in static_args=, as in "
-                'inject_hyperparams(fused_adamw, static_args=("lr_scale",))'
+                f" {_checks.static_advice('lr_scale')}"
             )
         is_bool = isinstance(value, (bool, np.bool_))
         if is_bool or not isinstance(value, numbers.Real):
@@ -60,8 +63,8 @@ def check_lr_scale_values(tree: Any) -> None:
                 f"fused_adamw: {name} must be a real number, got {value!r} of type "
                 f"{type(value).__name__}{advice}"
             )
-        number: Any = value  # as it is: an integer may be too large for float()
-        if not 0 <= number <= _FLOAT32_MAX:
+        # As a float: in float16 the largest of float32 is infinite, too.
+        if not 0 <= to_float(value) <= _FLOAT32_MAX:
             raise ValueError(
                 f"fused_adamw: {name} must be a scale >= 0 and finite in float32, got "
                 f"{value!r}"
@@ -118,30 +121,57 @@ def _of_leaves(
     name: str, option: Any, params: Any, check: Callable[[Any], None]
 ) -> list[Any]:
     """One checked value a leaf of params."""
-    tree = option(params) if is_function(option) else option
+    tree = _called(name, option, params) if is_function(option) else option
     check(tree)
-    for prepare in (lambda tree, _: tree, _without_others):
-        try:
-            return jax.tree.leaves(jax.tree.broadcast(prepare(tree, params), params))
-        except ValueError as error:
-            reason = error
-    raise ValueError(
-        f"fused_adamw: the tree of {name} is not a prefix of the parameters' tree: "
-        f"{_first_difference(name, tree, params)}. Give every leaf, or every subtree, "
-        "of params one value"
-    ) from reason
+    paths_and_values, treedef = _flatten(tree, params)
+    try:
+        subtrees = treedef.flatten_up_to(params)
+    except ValueError as error:
+        raise ValueError(
+            f"fused_adamw: the tree of {name} is not a prefix of the parameters' tree: "
+            f"{_first_difference(name, tree, params)}. Give every leaf, or every "
+            "subtree, of params one value"
+        ) from error
+    pairs = zip(paths_and_values, subtrees, strict=True)
+    return [value for (_, value), subtree in pairs for _ in jax.tree.leaves(subtree)]
+
+
+def _called(name: str, function: Callable[[Any], Any], params: Any) -> Any:
+    try:
+        return function(params)
+    except TypeError as error:  # of a schedule, which is no such function
+        raise TypeError(
+            f"fused_adamw: {name} is a function that fails with the parameters "
+            f"({error}); expected one of the parameters that returns their tree, or a "
+            "prefix, of Python values. A schedule, which is called with a count, is a "
+            "learning_rate: optax.multi_transform gives groups their own"
+        ) from error
+
+
+def _flatten(tree: Any, params: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """Paths and values, and the tree's structure, no deeper than params has leaves.
+
+    A group of ``optax.multi_transform`` is given one ``MaskedNode`` in the place of all
+    that is another's, of which a tree for the whole model has values.
+    """
+    others = {
+        path
+        for path, param in tree_leaves_with_path(params, is_leaf=is_empty)
+        if is_empty(param)
+    }
+    return jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda path, _: path in others, is_leaf_takes_path=True
+    )
 
 
 def _first_difference(name: str, tree: Any, params: Any) -> str:
-    values = {path for path, _ in tree_leaves_with_path(tree)}
-    held = {path for path, _ in tree_leaves_with_path(tree, is_leaf=is_empty)}
+    values = {path for path, _ in _flatten(tree, params)[0]}
     expected = tree_leaves_with_path(params, is_leaf=is_empty)
     known = {path[:i] for path, _ in expected for i in range(len(path) + 1)}
     for path in sorted(values - known, key=str):
         return f"{leaf_name(name, path)} has no counterpart in params"
     for path, param in expected:
-        given = held if is_empty(param) else values
-        if not any(path[:i] in given for i in range(len(path) + 1)):
+        if values.isdisjoint(path[:i] for i in range(len(path) + 1)):
             advice = ""
             if isinstance(param, optax.MaskedNode):
                 advice = (
@@ -149,20 +179,4 @@ def _first_difference(name: str, tree: Any, params: Any) -> str:
                     "it is the tree of the whole model"
                 )
             return f"it has no value for {leaf_name('params', path)}{advice}"
-    return (
-        f"the containers differ: expected those of {jax.tree.structure(params)}, got "
-        f"{jax.tree.structure(tree)}"
-    )
-
-
-def _without_others(tree: Any, params: Any) -> Any:
-    """A tree for all parameters of a model, as one for those of a group.
-
-    A group of ``optax.multi_transform`` is given one ``MaskedNode`` in the place of all
-    that is another's.
-    """
-
-    def pick(param: Any, values: Any) -> Any:
-        return param if is_empty(param) else values
-
-    return jax.tree.map(pick, params, tree, is_leaf=is_empty)
+    return _checks.container_difference(name, tree, params)

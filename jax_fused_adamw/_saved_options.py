@@ -4,6 +4,7 @@
 """
 
 import math
+import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -40,6 +41,8 @@ _OFF = {
 # 1 - float32(0.999) differ by 1e-5 of their size.
 _ROUNDED = {"learning_rate", "eps", "eps_root", "weight_decay"}
 _ROUNDED |= {"max_grad_norm", "max_grad_value"}
+# A value is also that of all deeper paths.
+_FOR_NONE: dict[str, dict[str, Any]] = {"mask": {"": True}, "lr_scale": {"": 1.0}}
 _AMSGRAD = {"off": False, "uncorrected": True, "corrected": "optax"}
 
 
@@ -106,7 +109,9 @@ def check(
     changed = (changed,) if isinstance(changed, str) else tuple(changed)
     version = saved.pop("version", None)
     del now["version"]
-    if type(version) is not int or not 1 <= version <= _VERSION:
+    # JSON of other writers may say 2.0 for 2; True is no number here.
+    is_number = isinstance(version, numbers.Real) and not isinstance(version, bool)
+    if not is_number or version not in range(1, _VERSION + 1):
         raise ValueError(
             f"fused_adamw: the saved options have version {version!r}, this release "
             f"knows 1 to {_VERSION}; restore with the release that saved them"
@@ -127,15 +132,14 @@ def check(
     differing = [
         name
         for name in compared
-        if not _same(old[name], now[name], name in rounded)
+        if not _same(name, old[name], now[name], name in rounded)
         and not _cannot_tell(old[name], now[name])
     ]
     if differing:
         told = [f"{name} was {old[name]!r} and is {now[name]!r}" for name in differing]
         raise ValueError(
             f"fused_adamw: the saved options differ: {'; '.join(told)}. Make the "
-            "optimizer with the saved options, or name in changed= what is meant to "
-            "differ"
+            f"optimizer with the saved options{advice_on_changed(differing)}"
         )
     return tuple(
         name
@@ -143,6 +147,14 @@ def check(
         if name not in changed
         and (name not in old or _cannot_tell(old[name], now[name]))
     )
+
+
+def advice_on_changed(differing: Iterable[str]) -> str:
+    names = set(differing)
+    if names == {"amsgrad"}:
+        return ", since maxima of one kind cannot be turned into another's"
+    never = ", which amsgrad never may" if "amsgrad" in names else ""
+    return f", or name in changed= what is meant to differ{never}"
 
 
 def _as_dict(saved: Any) -> dict[str, Any]:
@@ -164,7 +176,11 @@ def _rounded_names(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
     return _ROUNDED - {"learning_rate"} if scaled else _ROUNDED
 
 
-def _same(old: Any, new: Any, is_rounded: bool) -> bool:
+def _same(name: str, old: Any, new: Any, is_rounded: bool) -> bool:
+    if name in _FOR_NONE:
+        old, new = (_FOR_NONE[name] if x is None else x for x in (old, new))
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            return old == new or (_covers(old, new) and _covers(new, old))
     # JSON of other writers may say 0 for 0.0; True is no number here.
     if isinstance(old, bool) != isinstance(new, bool):
         return False
@@ -172,6 +188,20 @@ def _same(old: Any, new: Any, is_rounded: bool) -> bool:
         with np.errstate(over="ignore"):
             return bool(np.float32(old) == np.float32(new))
     return old == new
+
+
+def _covers(tree: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether the other tree has each value, at its path or above, or only deeper."""
+    return all(
+        any(_is_below(path, above) and value == other[above] for above in other)
+        or any(_is_below(below, path) and below != path for below in other)
+        for path, value in tree.items()
+    )
+
+
+def _is_below(path: str, above: str) -> bool:
+    rest = path.removeprefix(above) if path.startswith(above) else "no"
+    return rest[:1] in ("", "[", ".")  # a key starts there, not half of one
 
 
 def _cannot_tell(old: Any, new: Any) -> bool:

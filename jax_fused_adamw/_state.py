@@ -103,8 +103,8 @@ class FusedAdamWState(NamedTuple):
         Args:
           parts: arrays and trees by name, of JAX or of NumPy. NumPy arrays are copied
             to the default device; ``jax.device_put`` with :func:`state_shardings` moves
-            them to where cut parameters lie. A JAX array that is there twice, or is one
-            of ``params``, is copied: a buffer cannot be donated twice.
+            them to where cut parameters lie. A JAX array in a buffer that is there
+            twice, or in ``params``, is copied: a buffer cannot be donated twice.
           params: the parameters that the state belongs to, or their shapes and dtypes
             (:class:`jax.ShapeDtypeStruct`).
           tx: the :func:`fused_adamw` that is to use the state. The state does not say
@@ -114,7 +114,7 @@ class FusedAdamWState(NamedTuple):
         Raises:
           ValueError: parts that are missing or unknown, that ``tx`` does not have or
             has, another tree or shape, a negative count.
-          TypeError: another dtype; a report that is no dict.
+          TypeError: another dtype; a report that is no dict; a shape for an array.
 
         Each names the part and the path of the leaf.
 
@@ -132,18 +132,29 @@ class FusedAdamWState(NamedTuple):
         with _checks.speaking_as("from_parts"):
             options = options_of(tx)
             state = cls(**_fields_of(parts))
+            _checks.check_concrete("state", state)
             check_state(options, state, params)
             check_counts(state)
-        taken = {id(x) for x in jax.tree.leaves(params)}
+        taken = set(map(_buffer_of, jax.tree.leaves(params)))
 
         def own(x: Any) -> jax.Array:
             """An array of JAX, in a buffer that nothing else in a step has."""
-            if isinstance(x, jax.Array) and id(x) not in taken:
-                taken.add(id(x))
+            if isinstance(x, jax.Array) and _buffer_of(x) not in taken:
+                taken.add(_buffer_of(x))
                 return x
             return jnp.array(x)
 
         return jax.tree.map(own, state)
+
+
+def _buffer_of(x: Any) -> Any:
+    """What is the same for arrays in one buffer, as far as the host can see."""
+    is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    if not is_array or x.is_deleted():
+        return id(x)
+    shards = x.addressable_shards  # none, where all are of other processes
+    pointers = [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in shards]
+    return tuple(pointers) or id(x)
 
 
 _ALWAYS = ("count", "mu", "nu", "skipped", "consecutive")
@@ -221,6 +232,8 @@ def init_state(options: Options, params: Any) -> FusedAdamWState:
 def copies_of(options: Options, params: Any) -> dict[str, Any]:
     """The trees of a state that hold the parameters themselves, in other dtypes."""
     dtypes = options.state_dtypes
+    if dtypes.keys() & {"master", "ema", "compute"}:
+        _checks.check_concrete("params", params)
     return {
         name: _copies(_checks.params_with(name, params), dtypes[name])
         if name in dtypes
@@ -290,8 +303,8 @@ def check_state_type(state: Any) -> None:
     if not is_ours(state):
         raise TypeError(
             f"fused_adamw: state must be a FusedAdamWState, got "
-            f"{type(state).__name__}; pass what init or the previous step returned, in "
-            "the order update(grads, state, params)"
+            f"{type(state).__name__}; pass what init or the previous step returned, of "
+            "a chain the one inside; the order is update(grads, state, params)"
         )
 
 

@@ -164,7 +164,9 @@ class FusedAdamW(optax.GradientTransformationExtraArgs):
         steps use them: ``np.float32(0.1)`` and 0.1 are the same learning rate of
         float32 arithmetic, but not with ``lr_scale``, by which it is multiplied before
         it is rounded, nor with ``jax_enable_x64``, where leaves may be float64; and
-        they are never the same ``b1``, ``b2``, ``ema_decay`` or scale.
+        they are never the same ``b1``, ``b2``, ``ema_decay`` or scale. Trees are
+        compared by what they say of each path: a prefix and the same written out are
+        alike, and so are None and a mask of True or scales of 1.
 
         Args:
           saved: what :meth:`options` returned; None for a state that was saved without

@@ -171,6 +171,57 @@ def test_other_counts_trees_and_shapes_are_refused():
         jfa.to_optax(tx.init(PARAMS), PARAMS, tx, masked)
 
 
+def test_the_state_of_a_group_is_taken_with_all_parameters():
+    """As optax.masked and optax.multi_transform hold it."""
+    labels = {"w": "own", "b": "other"}
+
+    def groups(tx):
+        return optax.multi_transform({"own": tx, "other": optax.sgd(0.1)}, labels)
+
+    peer, tx = optax.adamw(0.05, **COMMON), ours({})
+    params, opt_state = walk(groups(peer), PARAMS, groups(peer).init(PARAMS), GRADS[:3])
+    inner = opt_state.inner_states["own"].inner_state
+    group = {"w": params["w"], "b": optax.MaskedNode()}
+    state = jfa.from_optax(inner, params, tx)
+    assert_same_bits(state, jfa.from_optax(inner, group, tx))
+    assert_same_bits(jfa.to_optax(state, params, tx, peer), inner)
+    whole = groups(tx).init(params)
+    masked = whole.inner_states["own"]
+    whole.inner_states["own"] = masked._replace(inner_state=state)
+    got, _ = walk(groups(tx), params, whole, GRADS[3:6])
+    expected, _ = walk(groups(peer), params, opt_state, GRADS[3:6])
+    assert_near(got, expected, params)
+    with pytest.raises(ValueError, match=r"it has mu\['w'\] and lacks mu\['b'\]"):
+        jfa.from_optax(inner, {"b": params["b"]}, tx)
+
+
+def test_shapes_have_no_values_to_begin_with():
+    peer, shapes = optax.adamw(0.05), jax.eval_shape(lambda: PARAMS)
+    told = r"from_optax: {}\['b'\]\[0\] is a ShapeDtypeStruct, expected an array"
+    with pytest.raises(TypeError, match=told.format(r"opt_state\[0\].mu")):
+        jfa.from_optax((peer.init(PARAMS)[0]._replace(mu=shapes),), PARAMS, ours({}))
+    kept = ours(dict(ema_decay=0.9))
+    with pytest.raises(TypeError, match=told.format("params")):
+        jfa.from_optax(peer.init(PARAMS), shapes, kept)
+    with pytest.raises(TypeError, match=r"params\['b'\]\[0\] is a ShapeDtypeStruct"):
+        kept.init(shapes)
+    assert jax.eval_shape(kept.init, shapes).ema["w"].shape == (5, 3)
+
+
+def test_arguments_of_another_kind_are_refused():
+    tx, peer = ours({}), optax.adamw(0.05)
+    state = tx.init(PARAMS)
+    inner = "must be a FusedAdamWState, got tuple; .* of a chain the one inside"
+    for other in ((state,), peer.init(PARAMS)):
+        with pytest.raises(TypeError, match=f"to_optax: state {inner}"):
+            jfa.to_optax(other, PARAMS, tx, peer)
+        with pytest.raises(TypeError, match=f"to_torch: state {inner}"):
+            jfa.to_torch(other, PARAMS, tx)
+    told = r"to_optax: optax_tx must be the transformation .*, got .* type tuple"
+    with pytest.raises(TypeError, match=told):
+        jfa.to_optax(state, PARAMS, tx, peer.init(PARAMS))
+
+
 @pytest.mark.devices(2)
 def test_sharded_state_stays_where_it_is():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

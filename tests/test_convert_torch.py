@@ -4,7 +4,9 @@ PyTorch's side is recorded; where torch is installed, its optimizer takes our st
 """
 
 import json
+import math
 import pathlib
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,9 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_same_bits, random_like
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import is_placed, make_mesh
 
 import jax_fused_adamw as jfa
 
@@ -213,11 +218,64 @@ def test_a_schedule_is_compared_at_its_next_value(run):
     assert there["param_groups"][0]["lr"] == np.float32(lr)
 
 
+# optax's schedules run in float32, PyTorch's schedulers in float64: as there.
+SCHEDULES = {
+    "cosine": (
+        optax.cosine_decay_schedule(1e-3, 1000),
+        lambda k: 1e-3 * (1 + math.cos(math.pi * k / 1000)) / 2,
+    ),
+    "linear": (optax.linear_schedule(1e-3, 0.0, 1000), lambda k: 1e-3 * (1 - k / 1000)),
+    "warmup": (
+        optax.warmup_cosine_decay_schedule(0.0, 3e-4, 100, 1000, 0.0),
+        lambda k: (
+            3e-4
+            * (k / 100 if k < 100 else (1 + math.cos(math.pi * (k - 100) / 900)) / 2)
+        ),
+    ),
+    "exponential": (
+        optax.exponential_decay(1e-3, 1, 0.99),
+        lambda k: 1e-3 * 0.99**k,
+    ),
+}
+
+
+@pytest.mark.parametrize(("schedule", "in_float64"), SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("scale", [1.0, 64.0])
+def test_ordinary_schedules_are_those_of_pytorch(schedule, in_float64, scale):
+    params = {"w": jnp.ones(2)}
+    tx = jfa.fused_adamw(schedule, lr_scale=scale)
+    state_dict = jfa.to_torch(tx.init(params), params, tx)
+    (group,) = state_dict["param_groups"]
+
+    def at(count, lr):
+        state_dict["state"][0]["step"] = np.float32(count)
+        group["lr"] = lr * scale
+        return jfa.from_torch(state_dict, params, tx)
+
+    for count in (0, 1, 38, 99, 100, 101, 500, 630, 963, 990, 999, 1000):
+        lr = in_float64(count)
+        assert at(count, lr).count == count
+        for other in (1.0002 * lr + 1e-8, 0.9998 * lr - 1e-8):
+            with pytest.raises(ValueError, match="learning_rate is"):
+                at(count, other)
+
+
+def test_a_constant_learning_rate_is_compared_exactly():
+    params, tx = {"w": jnp.ones(2)}, jfa.fused_adamw(1e-3)
+    state_dict = jfa.to_torch(tx.init(params), params, tx)
+    state_dict["param_groups"][0]["lr"] = float(np.float32(1e-3))
+    jfa.from_torch(state_dict, params, tx)
+    state_dict["param_groups"][0]["lr"] = 1e-3 * (1 + 1e-6)
+    with pytest.raises(ValueError, match="learning_rate is 0.001000001"):
+        jfa.from_torch(state_dict, params, tx)
+
+
 def test_the_other_kind_of_amsgrad_is_refused_both_ways(run):
     groups = [group | {"amsgrad": True} for group in run[0]]
     state_dict = state_dict_at(run, "saved") | {"param_groups": groups}
-    with pytest.raises(ValueError, match="amsgrad is True .* and 'optax' here"):
+    with pytest.raises(ValueError, match="amsgrad is True .* 'optax' here") as error:
         convert(run, state_dict, amsgrad="optax")
+    assert "changed=" not in str(error.value)
     tx, params = make(run, amsgrad="optax"), params_at(run, "saved")
     with pytest.raises(ValueError, match="to_torch: .*amsgrad='optax', whose maxima"):
         jfa.to_torch(tx.init(params), params, tx)
@@ -300,3 +358,68 @@ def test_scales_of_the_learning_rate_are_groups():
     message = r"learning_rate is 0.05 in param_groups\[1\] and 0.1 here"
     with pytest.raises(ValueError, match=message):
         jfa.from_torch(state_dict, params, jfa.fused_adamw(0.1))
+
+
+def sharded():
+    """Parameters on a mesh, one that lies nowhere in particular, and None."""
+    mesh = make_mesh("x", "y")
+    specs = {"rows": P("x"), "both": P("y", "x"), "whole": P()}
+    host = random_like(dict.fromkeys(specs, jnp.zeros((8, 8))), seed=2)
+    params = {x: jax.device_put(host[x], NamedSharding(mesh, specs[x])) for x in specs}
+    free = random_like({"free": jnp.zeros(3), "none": None}, seed=3)
+    return mesh, specs, params | free
+
+
+@pytest.mark.devices(4)
+def test_moments_lie_where_their_parameters_do():
+    mesh, specs, params = sharded()
+    tx, peer = jfa.fused_adamw(1e-3), optax.adamw(1e-3)
+    host = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), params)
+    _, state = tx.step(host, tx.init(host), host)
+    state_dict = jfa.to_torch(state, host, tx)
+    opt_state = jfa.to_optax(state, host, tx, peer)
+
+    def shape(x):
+        sharding = x.sharding if x.committed else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    for like in (params, jax.tree.map(shape, params)):
+        for new in (
+            jfa.from_torch(state_dict, like, tx),
+            jfa.from_optax(opt_state, like, tx),
+            jfa.from_optax(jax.device_get(opt_state), like, tx),
+        ):
+            assert_same_bits(jax.device_get(new), jax.device_get(state))
+            for tree in (new.mu, new.nu):
+                assert not tree["free"].committed
+                for name, spec in specs.items():
+                    assert is_placed(tree[name], mesh, spec)
+
+
+@pytest.mark.devices(4)
+def test_sharded_moments_are_copies_that_can_be_donated():
+    _, specs, params = sharded()
+    params = {name: params[name] for name in specs}
+    tx = jfa.fused_adamw(1e-3)
+    state_dict = jfa.to_torch(tx.step(params, tx.init(params), params)[1], params, tx)
+    before = jax.tree.map(np.copy, state_dict["state"])
+    state = jfa.from_torch(state_dict, params, tx)
+    kept = jax.device_get(jax.jit(tx.step)(params, state, params))
+    given = jax.jit(tx.step, donate_argnums=1)(params, state, params)
+    assert_same_bits(jax.device_get(given), kept)
+    assert_same_bits(state_dict["state"], before)
+
+
+def test_one_moment_after_the_other_is_copied_on_the_host():
+    """tracemalloc counts NumPy's arrays, and not JAX's."""
+    size, num = 100_000, 16
+    params = {f"l{i:02}": jnp.ones(size) for i in range(num)}
+    tx = jfa.fused_adamw(1e-3)
+    state_dict = jfa.to_torch(tx.init(params), params, tx)
+    tracemalloc.start()
+    try:
+        jfa.from_torch(state_dict, params, tx)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 6 * 4 * size  # of 2 * num arrays

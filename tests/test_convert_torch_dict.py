@@ -116,6 +116,18 @@ WRONG = {
     },
     "params is a number": (with_group(params=2), r"params of param_groups\[0\] is 2"),
     "a parameter twice": (with_group(params=[0, 0]), "the parameter 0 twice"),
+    "a list as number": (
+        with_group(params=[0, [1]]),
+        r"params of param_groups\[0\] has \[1\], expected a number",
+    ),
+    "a row of numbers": (
+        with_group(params=np.arange(2)[:, None]),
+        r"params of param_groups\[0\] has array\(\[0\]\)",
+    ),
+    "complex": (
+        with_entry(exp_avg=np.full((3, 2), 1j)),
+        r"exp_avg of params\['w'\] \(it is complex\)",
+    ),
     "one beta": (with_group(betas=(0.9,)), r"betas .* is \(0.9,\), expected two"),
     "betas None": (with_group(betas=None), r"betas of param_groups\[0\] is None"),
     "lr None": (with_group(lr=None), r"learning_rate of param_groups\[0\] is None"),

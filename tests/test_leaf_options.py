@@ -60,6 +60,8 @@ BAD_VALUES = [
     ({"a": -0.5}, ValueError, r"lr_scale\['a'\].*-0.5"),
     ({"a": np.nan}, ValueError, r"lr_scale\['a'\].*nan"),
     ({"a": np.inf}, ValueError, r"lr_scale\['a'\].*inf"),
+    ({"a": np.float16("inf")}, ValueError, r"lr_scale\['a'\].*inf"),
+    ({"a": np.float16("nan")}, ValueError, r"lr_scale\['a'\].*nan"),
     ({"a": 1e39}, ValueError, r"lr_scale\['a'\].*finite in float32"),
     ({"a": 10**400}, ValueError, r"lr_scale\['a'\].*finite in float32"),
     ({"a": jnp.float32(1)}, TypeError, r"lr_scale\['a'\] is an array.*static_args"),
@@ -74,6 +76,27 @@ def test_bad_values_are_named(values, error, text):
     tx = jfa.fused_adamw(1e-3, lr_scale=lambda params: values)
     with pytest.raises(error, match=text):
         tx.update(GRADS, tx.init(PARAMS), PARAMS)
+
+
+def test_a_number_of_float16_is_a_scale():
+    rates = jfa.fused_adamw(1e-3, lr_scale=np.float16(65504)).options()["lr_scale"]
+    assert rates == {"": 65504.0}
+
+
+@pytest.mark.parametrize("value", [np.array(True), jnp.array(True)])
+def test_a_mask_of_arrays_is_refused(value):
+    told = r"mask\['a'\] .* array, .*bool\(x\).* static_args=\(\"mask\",\)"
+    with pytest.raises(TypeError, match=told):
+        jfa.fused_adamw(1e-3, mask={"a": value})
+    jfa.fused_adamw(1e-3, mask={"a": bool(value), "b": np.bool_(True)})
+
+
+@pytest.mark.parametrize("name", ["lr_scale", "mask"])
+def test_a_schedule_is_no_function_of_parameters(name):
+    tx = jfa.fused_adamw(1e-3, **{name: optax.cosine_decay_schedule(1.0, 10)})
+    told = f"fused_adamw: {name} is a function .* prefix, .* A schedule.*learning_rate"
+    with pytest.raises(TypeError, match=told):
+        tx.step(GRADS, tx.init(PARAMS), PARAMS)
 
 
 def test_a_tracer_is_refused():
@@ -114,8 +137,21 @@ def test_another_tree_is_refused_by_init_and_step(scales, told):
 def test_containers_that_differ_are_told():
     params = {"a": (PARAMS["a"], PARAMS["b"])}
     tx = jfa.fused_adamw(1e-3, mask={"a": [True, False]})
-    with pytest.raises(ValueError, match="mask is not .*: the containers differ"):
+    told = "mask is not .*: the containers differ: mask.'a'. must be a tuple, got a "
+    with pytest.raises(ValueError, match=f"{told}list. Give"):
         tx.init(params)
+    many = {f"l{i}": {"w": PARAMS["a"], "b": [PARAMS["b"]]} for i in range(300)}
+    for other in (
+        {**many, "l7": {"w": 0.5, "b": (0.5,)}},
+        jax.tree.map(lambda x: 0.5, {**many, "l7": many["l7"] | {"b": (0.5,)}}),
+    ):
+        mended = jax.tree.map(lambda x: 0.5, other)
+        with pytest.raises(ValueError, match=r"'l7'\]\['b'\] must be a list") as error:
+            jfa.fused_adamw(1e-3, lr_scale=mended).init(many)
+        assert len(str(error.value)) < 300
+        with pytest.raises(ValueError, match=r"grads\['l7'\]\['b'\] must be a list"):
+            plain = jfa.fused_adamw(1e-3)
+            plain.update(other, plain.init(many), many)
 
 
 def test_a_group_takes_the_tree_of_the_whole_model():
@@ -133,6 +169,9 @@ def test_a_group_takes_the_tree_of_the_whole_model():
         {"body": 0.5, "head": 9.0},
         {"body": {"w": 0.5, "b": 0.5}, "head": {"w": 9.0}},
         {"body": 0.5, "head": optax.MaskedNode()},
+        {"body": 0.5, "head": {"w": 9.0}},
+        {"body": {"w": 0.5, "b": 0.5}, "head": 9.0},
+        {"body": 0.5, "head": [9.0, {"x": 1.0}]},
     ):
         tx = groups(scales)
         got, _ = jfa.step(tx, grads, tx.init(params), params)
@@ -142,6 +181,40 @@ def test_a_group_takes_the_tree_of_the_whole_model():
         groups({"body": 0.5}).init(params)
     with pytest.raises(ValueError, match=r"lr_scale\['b'\] has no counterpart"):
         groups({"w": 0.5, "b": 0.5}).init(params)
+
+
+class Strict:
+    """A node that refuses what is no weight."""
+
+    def __init__(self, w, b):
+        assert not isinstance(w, float) and (w is not True or b is not True)
+        self.w, self.b = w, b
+
+
+jax.tree_util.register_pytree_node(
+    Strict, lambda x: ((x.w, x.b), None), lambda _, children: Strict(*children)
+)
+
+
+def test_prefixes_leave_the_nodes_of_the_user_alone():
+    params = {"l": Strict(PARAMS["a"].reshape(-1, 1), PARAMS["b"]), "s": PARAMS["c"]}
+    grads = random_like(params, 3)
+
+    def step(tx):
+        return jfa.step(tx, grads, tx.init(params), params)[0]
+
+    for options, same in (
+        (dict(lr_scale=0.5), dict(learning_rate=LR / 2)),
+        (dict(mask={"l": True, "s": True}), {}),
+    ):
+        got = step(jfa.fused_adamw(**HYPERPARAMS | options))
+        assert_same_bits(got, step(jfa.fused_adamw(**HYPERPARAMS | same)))
+    whole = {"l": Strict(True, False), "s": True}
+    labels = {"l": "other", "s": "own"}
+    own = jfa.fused_adamw(1e-2, weight_decay=0.5, mask=whole)
+    tx = optax.multi_transform({"own": own, "other": optax.set_to_zero()}, labels)
+    expected = step(jfa.fused_adamw(1e-2, weight_decay=0.5))
+    assert_same_bits(step(tx)["s"], expected["s"])
 
 
 def test_maps_over_a_state_still_find_the_parameters():

@@ -82,6 +82,36 @@ def test_arrays_that_are_there_twice_can_be_donated():
     assert_same_bits(step(grads, state, params), expected)
 
 
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_other_arrays_of_one_buffer_are_copied(num_devices):
+    """As a tool makes them that puts arrays together from their shards."""
+    mesh = jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
+    rows = jax.NamedSharding(mesh, jax.P("x"))
+    tx, params = jfa.fused_adamw(0.1), {"w": jnp.ones(4)}
+    params = jax.device_put(params, rows)
+
+    def twin(x):
+        data = [shard.data for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, data)
+
+    mu = jax.device_put(jnp.full(4, 0.5), rows)
+    parts = tx.init(params).into_parts()
+    parts |= {"mu": {"w": mu}, "nu": {"w": twin(mu)}}
+    for state in (
+        jfa.FusedAdamWState.from_parts(parts, params, tx),
+        jfa.FusedAdamWState.from_parts(parts, {"w": twin(mu)}, tx),
+    ):
+        pointers = {
+            shard.data.unsafe_buffer_pointer()
+            for x in (state.mu["w"], state.nu["w"])
+            for shard in x.addressable_shards
+        }
+        assert len(pointers) == 2 * num_devices
+        assert_same_bits((state.mu, state.nu), (parts["mu"], parts["nu"]))
+    assert state.mu["w"] is not mu
+
+
 def with_leaf(parts, name, change):
     parts[name]["w"] = change(np.asarray(parts[name]["w"]))
 
@@ -123,6 +153,16 @@ BAD = {
         r"state.nu_max\['w'\] is missing",
     ),
     "count": (lambda parts: parts.update(count=3), TypeError, "state.count.*int32"),
+    "shape as count": (
+        lambda parts: parts.update(count=jax.ShapeDtypeStruct((), jnp.int32)),
+        TypeError,
+        "state.count is a ShapeDtypeStruct, expected an array",
+    ),
+    "shapes": (
+        lambda parts: parts.update(nu=jax.eval_shape(lambda: parts["nu"])),
+        TypeError,
+        r"state.nu\['h'\]\[0\] is a ShapeDtypeStruct",
+    ),
     "negative count": (
         lambda parts: parts.update(count=np.int32(-5)),
         ValueError,

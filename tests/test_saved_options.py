@@ -1,5 +1,6 @@
 """What an optimizer was told, saved as JSON and compared at restore."""
 
+import collections
 import inspect
 import json
 
@@ -217,10 +218,63 @@ def test_without_a_record_everything_optional_is_off():
         make(ema_decay=0.5).check_options(None)
 
 
-@pytest.mark.parametrize("version", [3, 0, "2", None, True, 1.0])
+@pytest.mark.parametrize("version", [3, 0, "2", None, True, 1.5, 3.0])
 def test_other_versions_are_refused(version):
     with pytest.raises(ValueError, match=f"version {version!r}"):
         make().check_options(saved() | {"version": version})
+
+
+@pytest.mark.parametrize("version", [2.0, np.int64(2), np.float32(1)])
+def test_versions_may_be_numbers_of_other_types(version):
+    assert make().check_options(saved() | {"version": version}) == ()
+
+
+FULL = {"body": {"w": True, "wide": True}, "head": [False]}
+ALIKE = {
+    "mask is for all": (dict(mask=True), {}),
+    "all of a mask": (dict(mask={"a": True, "b": [True]}), {}),
+    "scale is one": (dict(lr_scale=1.0), {}),
+    "scales are one": (dict(lr_scale={"a": 1, "b": [1.0]}), {}),
+    "prefix": (dict(mask={"body": True, "head": False}), dict(mask=FULL)),
+    "mixed": (
+        dict(mask={"body": {"w": True, "wide": True}, "head": False}),
+        dict(mask={"body": True, "head": [False]}),
+    ),
+}
+UNLIKE = {
+    "no decay": (dict(mask=False), {}),
+    "one without": (dict(mask={"a": True, "b": [False]}), {}),
+    "scale": (dict(lr_scale={"a": 1.0, "b": 0.5}), {}),
+    "another prefix": (dict(mask={"body": True, "head": True}), dict(mask=FULL)),
+    "part of a prefix": (dict(mask={"body": False, "head": False}), dict(mask=FULL)),
+    "lacking": (dict(mask={"body": True}), dict(mask=FULL)),
+    "other paths": (dict(mask={"a": True}), dict(mask={"b": True})),
+    "half of a name": (
+        dict(mask=collections.namedtuple("T", ["w"])(True)),
+        dict(mask=collections.namedtuple("T", ["wide"])(True)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), ALIKE.values(), ids=ALIKE)
+def test_trees_of_one_effect_are_the_same(one, other):
+    assert make(**one).check_options(saved(**other)) == ()
+    assert make(**other).check_options(saved(**one)) == ()
+
+
+@pytest.mark.parametrize(("one", "other"), UNLIKE.values(), ids=UNLIKE)
+def test_trees_of_other_effects_are_refused(one, other):
+    for now, then in ((one, other), (other, one)):
+        with pytest.raises(ValueError, match=f"{next(iter(one))} was"):
+            make(**now).check_options(saved(**then))
+
+
+def test_no_remedy_is_named_that_is_refused():
+    with pytest.raises(ValueError, match="amsgrad was") as error:
+        make(amsgrad="optax").check_options(saved(amsgrad=True))
+    assert "changed=" not in str(error.value)
+    with pytest.raises(ValueError, match="to differ, which amsgrad never may"):
+        make(amsgrad="optax", b1=0.5).check_options(saved(amsgrad=True))
 
 
 def test_unknown_names_are_refused():
