@@ -127,7 +127,7 @@ def placed(leaf: Any, like: Any) -> Any:
         where = None if _is_free(like) else like.sharding
         return jax.device_put(leaf, where, may_alias=False)
     if _is_free(like) and _is_key(leaf):
-        data = np.asarray(jax.random.key_data(leaf))
+        data = jax.device_get(jax.random.key_data(leaf))
         impl = jax.random.key_impl(leaf)
         data = jax.device_put(data, may_alias=False)
         return jax.random.wrap_key_data(data, impl=impl)
@@ -137,14 +137,15 @@ def placed(leaf: Any, like: Any) -> Any:
 def converted(leaf: Any, like: Any, name: str) -> Any:
     """A placed leaf as the kind of scalar that ``like`` is, where it is another."""
     if not hasattr(like, "dtype"):
-        return type(like)(leaf)
+        return type(like)(jax.device_get(leaf))
     if not hasattr(leaf, "dtype"):
         leaf = placed(_array_of(leaf, like.dtype, name), like)
     if isinstance(like, np.generic):
         return leaf[()]
     if like.shape == () and getattr(like, "weak_type", False):
-        weak = jnp.asarray(leaf.item())  # else a step would be compiled again
-        return weak if _is_free(like) else jax.device_put(weak, like.sharding)
+        where = None if _is_free(like) else like.sharding
+        # A number, else a step would be compiled again.
+        return jax.device_put(jax.device_get(leaf).item(), where)
     return leaf
 
 

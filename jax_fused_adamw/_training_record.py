@@ -357,7 +357,7 @@ class TrainingRecord:
 
 def _step_number(step: Any) -> int:
     try:
-        number = operator.index(step)
+        number = operator.index(jax.device_get(step))
     except TypeError:
         number = None
     if number is None or isinstance(step, bool):

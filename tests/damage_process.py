@@ -23,7 +23,9 @@ TX = jfa.fused_adamw(0.1)
 
 
 def start():
-    params = {"w": jax.random.normal(jax.random.key(0), (60, 40)), "b": jnp.ones(3)}
+    # Of NumPy: this process and the one that saves may have different devices.
+    w = np.random.default_rng(0).standard_normal((60, 40), np.float32)
+    params = {"w": jnp.array(w), "b": jnp.ones(3)}
     return {"params": params, "state": TX.init(params), "epoch": 0, "data": np.ones(9)}
 
 

@@ -161,8 +161,11 @@ def test_with_a_guard_of_transfers(committed, tmp_path):
     device = jax.devices()[0] if committed else None
     tree = {"w": jnp.ones(3), "key": jax.random.key(1)}
     tree = jax.device_put(tree, device) | {"epoch": 1, "host": np.arange(4.0)}
+    tree["step"] = jax.device_put(7, device)
+    like = tree | {"epoch": jax.device_put(0, device), "step": 0}
     with jax.transfer_guard("disallow"):
-        restored = round_trip(tmp_path, tree)
+        round_trip(tmp_path / "other", tree, like)
+        restored = round_trip(tmp_path / "same", tree)
     for name in ("epoch", "key"):
         assert restored.pop(name) == tree.pop(name)
     assert_same_bits(restored, tree)
