@@ -1,6 +1,6 @@
-"""One of several processes that train together; test_processes.py starts them.
+"""One of two processes that train together; test_processes.py starts them.
 
-usage: python fsdp_process.py ADDRESS NUM_PROCESSES PROCESS_ID FOLDER
+usage: python fsdp_process.py ADDRESS INDEX FOLDER
 """
 
 import pathlib
@@ -29,8 +29,8 @@ def train_step(params, state, grads):
     return jfa.step(TX, grads, state, params)
 
 
-def main(address: str, num_processes: str, process_id: str, folder: str) -> None:
-    jax.distributed.initialize(address, int(num_processes), int(process_id))
+def main(address: str, index: str, folder: str) -> None:
+    jax.distributed.initialize(address, 2, int(index))
     mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, P("x"))
 
@@ -54,7 +54,7 @@ def main(address: str, num_processes: str, process_id: str, folder: str) -> None
         assert leaf.sharding == rows and state[0].mu[name].sharding == rows
         for shard in leaf.addressable_shards:
             saved[f"{name}:{shard.index[0].start}"] = shard.data
-    np.savez(pathlib.Path(folder) / process_id, **saved)
+    np.savez(pathlib.Path(folder) / index, **saved)
 
 
 if __name__ == "__main__":

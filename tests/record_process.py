@@ -39,7 +39,7 @@ def main() -> None:
     parted = jax.make_array_from_callback(own.shape, whole, own.__getitem__)
     # A number for an array, and an array for a number.
     like = tree | {"step": 0, "epoch": make(np.int32(0), whole)}
-    with jfa.TrainingRecord(folder) as record:
+    with jfa.TrainingRecord(f"{folder}/run") as record:
         try:
             record.save(1, tree | {"whole": parted})
         except ValueError as error:

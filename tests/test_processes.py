@@ -1,8 +1,6 @@
 """Several processes: training together, and children that are forked or spawned."""
 
 import os
-import pathlib
-import socket
 import subprocess
 import sys
 
@@ -11,40 +9,13 @@ import jax
 import numpy as np
 import pytest
 from helpers import assert_same_bits
+from two_processes import run_in_two_processes
 
 import jax_fused_adamw as jfa
 
-TESTS = pathlib.Path(__file__).parent
-
 
 def test_two_processes_of_four_devices_take_fsdp_steps(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-    }
-    command = [sys.executable, TESTS / "fsdp_process.py", address, "2"]
-    processes = []
-    try:
-        for i in "01":
-            with open(tmp_path / f"{i}.log", "w") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [*command, i, tmp_path],
-                        env=environment,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        for i, process in enumerate(processes):
-            status = process.wait(timeout=120)
-            assert status == 0, (tmp_path / f"{i}.log").read_text()
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    run_in_two_processes("fsdp_process.py", tmp_path)
     parts = [np.load(tmp_path / f"{i}.npz") for i in "01"]
     assert [part["devices"].tolist() for part in parts] == [[8, 4], [8, 4]]
     assert_same_bits(parts[0]["norms"], parts[1]["norms"])
