@@ -19,6 +19,7 @@ from jax_fused_adamw._hyperparams import (
 )
 from jax_fused_adamw._options import options_of
 from jax_fused_adamw._shardings import placed_as, zeros_like
+from jax_fused_adamw._specs import ordered_axes
 from jax_fused_adamw._state import FusedAdamWState, follows_params, map_states
 from jax_fused_adamw._stats import Analysis, GradReport, analysis_of
 from jax_fused_adamw._transform import FusedAdamW
@@ -341,7 +342,7 @@ def _all_finite(tree: Any) -> jax.Array:
     finite = jnp.array(True)
     for leaf in jax.tree.leaves(tree):
         finite &= jnp.isfinite(leaf).all()
-    axes = _checks.ordered_axes(finite)  # of a shard_map with sharded leaves
+    axes = ordered_axes(finite)  # of a shard_map with sharded leaves
     return lax.pmin(finite.astype(jnp.int32), axes) > 0 if axes else finite
 
 

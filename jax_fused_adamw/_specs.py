@@ -67,3 +67,8 @@ def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes of an enclosing shard_map over which ``x`` may differ."""
     manual = getattr(jax.typeof(x), "manual_axis_type", None)
     return getattr(manual, "varying", frozenset())
+
+
+def ordered_axes(x: Any) -> tuple[str, ...]:
+    """Its varying axes in an order for collectives."""
+    return tuple(sorted(varying_axes(x)))

@@ -31,7 +31,14 @@ from jax_fused_adamw._partitioning import (
     with_partitioning,
 )
 from jax_fused_adamw._reference import gradient_divisor
-from jax_fused_adamw._specs import align_members, even_sharding, spec_axes, spec_of
+from jax_fused_adamw._specs import (
+    align_members,
+    even_sharding,
+    ordered_axes,
+    spec_axes,
+    spec_of,
+    varying_axes,
+)
 from jax_fused_adamw._stats_jvp import Statistics, with_tangents
 from jax_fused_adamw._stats_primitives import (
     Reports,
@@ -229,10 +236,10 @@ def _analyze(
 ) -> Reports:
     leaves = jax.tree.leaves(grads)
     scale = scale_operand(gradient_scale)
-    if _checks.varying_axes(scale):
+    if varying_axes(scale):
         raise TypeError(
             "fused_adamw: gradient_scale varies over the mesh axes "
-            f"{_checks.ordered_axes(scale)} of this shard_map, and one norm is asked "
+            f"{ordered_axes(scale)} of this shard_map, and one norm is asked "
             "for: reduce the scale over them first (psum, pmin)"
         )
     # Inside a shard_map over some axes of the mesh, the shardings over the others are
@@ -263,7 +270,7 @@ def _jitted_reports(config: _Config, scale, leaves) -> Reports:
     analyze_local = functools.partial(_local_reports, config)
     if config.native:
         analyze_local = _call(config)
-    axes = [_checks.ordered_axes(leaf) for leaf in leaves]
+    axes = [ordered_axes(leaf) for leaf in leaves]
     operands = (scale, leaves) if config.native else lax.stop_gradient((scale, leaves))
     if any(axes):
         reports = _reports_across(config, analyze_local, axes, *operands)

@@ -42,6 +42,7 @@ from jax_fused_adamw._operands import (
 )
 from jax_fused_adamw._options import Options, StepControl, options_of
 from jax_fused_adamw._primitives import fused_update
+from jax_fused_adamw._replication import check_replication
 from jax_fused_adamw._state import (
     FusedAdamWState,
     check_state,
@@ -339,7 +340,7 @@ def _analyze_and_update(
     if options.analyses:
         analysis = analysis_of(step.grads, scale, report, options.implementation)
         scalars = analysis.inform(scalars, config)
-    _checks.check_replication(
+    check_replication(
         step.params, step.grads, step.state, options.state_dtypes, scalars
     )
     parts = _parts(options, step)

@@ -126,6 +126,68 @@ def test_operands_must_vary_alike(varying, text, manual):
         jax.jit(sharded)(jnp.ones(8), jnp.ones((8, 8)))
 
 
+def _skip_on_one_device(manual, decide, count_spec=P()):
+    """A step of sharded leaves; ``decide`` makes its keywords of each one's number."""
+    mesh, tx = make_mesh("x", "y"), jfa.fused_adamw(0.1, skip_nonfinite=True)
+    num_parts = mesh.shape["x"]
+
+    def local(w, number):
+        state = tx.init({"w": w})
+        if count_spec != P():
+            state = jax.tree.map(
+                lambda x: jax.lax.pcast(x, "x", to="varying") if x.ndim == 0 else x,
+                state,
+            )
+        _, state = jfa.step(tx, {"w": w}, state, {"w": w}, **decide(number[0]))
+        return state.count.reshape(1 if count_spec != P() else ())
+
+    sharded = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P("x"), P("x")),
+        out_specs=count_spec,
+        axis_names=set(manual),
+    )
+    specs = {"w": P("x"), "number": P("x")}
+    values = {"w": jnp.ones(8 * num_parts), "number": jnp.arange(num_parts)}
+    return jax.jit(sharded)(*place(mesh, values, specs).values())
+
+
+def _own_report(number):
+    nonfinite = jnp.where(number == 0, 1, 0).astype(jnp.int32)
+    return {"report": jfa.GradReport(jnp.float32(1), jnp.float32(1), nonfinite)}
+
+
+@pytest.mark.parametrize("manual", ["xy", "x"])
+@pytest.mark.parametrize(
+    "decide", [lambda number: {"skip_update": number == 0}, _own_report]
+)
+def test_no_device_skips_alone(decide, manual):
+    """Its count, declared the same on all of them, would silently stop being so."""
+    with pytest.raises(
+        TypeError, match=r"varies over .*'x'.*state.count over \[\].*pmax"
+    ):
+        _skip_on_one_device(manual, decide)
+
+
+@pytest.mark.parametrize("manual", ["xy", "x"])
+def test_all_devices_skip_where_one_would(manual):
+    count = _skip_on_one_device(
+        manual, lambda number: {"skip_update": jax.lax.pmax(number == 0, ("x",))}
+    )
+    assert [int(shard.data) for shard in count.addressable_shards] == [
+        0
+    ] * jax.device_count()
+
+
+@pytest.mark.parametrize("manual", ["xy", "x"])
+def test_each_device_counts_its_own_training(manual):
+    counts = _skip_on_one_device(
+        manual, lambda number: {"skip_update": number == 0}, P("x")
+    )
+    assert counts.tolist() == [0] + [1] * (len(counts) - 1)
+
+
 @pytest.mark.parametrize("manual", ["xy", "x"])
 def test_summed_gradients(manual):
     tx, mesh = jfa.fused_adamw(0.1), make_mesh("x", "y")
