@@ -19,6 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
 from jax_fused_adamw import _ffi
+from jax_fused_adamw._eager import run_eagerly
 from jax_fused_adamw._operands import (
     Buffers,
     Operands,
@@ -176,15 +177,4 @@ def _batching_rule(args, axes, *, config: UpdateConfig):
 
 batching.primitive_batchers[analyzed_update_p] = _batching_rule
 ad.primitive_jvps[analyzed_update_p] = refuse_derivative
-
-
-@analyzed_update_p.def_impl
-def _impl(*operands, config: UpdateConfig):
-    # Under jax.disable_jit a jitted bind would come back here, for ever.
-    with jax.disable_jit(False):
-        return _jitted(config)(*operands)
-
-
-@functools.cache
-def _jitted(config: UpdateConfig):
-    return jax.jit(functools.partial(analyzed_update_p.bind, config=config))
+run_eagerly(analyzed_update_p)

@@ -23,6 +23,7 @@ from jax.interpreters import mlir
 
 from jax_fused_adamw import _ffi
 from jax_fused_adamw._batching import batching_rule
+from jax_fused_adamw._eager import run_eagerly
 from jax_fused_adamw._noise import UNCUT
 from jax_fused_adamw._operands import (
     AMSGRAD_KINDS,
@@ -217,17 +218,7 @@ def _update_reference(*operands, config: UpdateConfig):
     return flatten_results(reference_update(config, scalars, buffers))
 
 
-@functools.cache
-def _jitted_bind(config: UpdateConfig):
-    return jax.jit(functools.partial(update_p.bind, config=config))
-
-
-@update_p.def_impl
-def _update_impl(*operands, config: UpdateConfig):
-    # Under jax.disable_jit the jitted bind would come back here, for ever.
-    with jax.disable_jit(False):
-        return _jitted_bind(config)(*operands)
-
+run_eagerly(update_p)
 
 for _platform in ("cpu", "cuda"):
     mlir.register_lowering(

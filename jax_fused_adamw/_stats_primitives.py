@@ -21,6 +21,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fused_adamw import _ffi
+from jax_fused_adamw._eager import run_eagerly
 from jax_fused_adamw._reference import gradient_divisor
 from jax_fused_adamw._stats_plan import MAX_ROWS, ROW_ELEMENTS, StatsPlan
 
@@ -312,16 +313,7 @@ batching.primitive_batchers[merge_p] = _merge_batching_rule
 
 
 def _register(primitive, native_lowering, reference) -> None:
-    @functools.cache
-    def jitted(**params):
-        return jax.jit(functools.partial(primitive.bind, **params))
-
-    @primitive.def_impl
-    def impl(*operands, **params):
-        # Under jax.disable_jit the jitted bind would come back here, for ever.
-        with jax.disable_jit(False):
-            return jitted(**params)(*operands)
-
+    run_eagerly(primitive)
     for platform in ("cpu", "cuda"):
         mlir.register_lowering(
             primitive, functools.partial(native_lowering, platform), platform=platform

@@ -126,26 +126,26 @@ def test_operands_must_vary_alike(varying, text, manual):
         jax.jit(sharded)(jnp.ones(8), jnp.ones((8, 8)))
 
 
-def _skip_on_one_device(manual, decide, count_spec=P()):
+def _skip_on_one_device(manual, decide, count_spec=None):
     """A step of sharded leaves; ``decide`` makes its keywords of each one's number."""
     mesh, tx = make_mesh("x", "y"), jfa.fused_adamw(0.1, skip_nonfinite=True)
     num_parts = mesh.shape["x"]
 
     def local(w, number):
         state = tx.init({"w": w})
-        if count_spec != P():
+        if count_spec:
             state = jax.tree.map(
                 lambda x: jax.lax.pcast(x, "x", to="varying") if x.ndim == 0 else x,
                 state,
             )
         _, state = jfa.step(tx, {"w": w}, state, {"w": w}, **decide(number[0]))
-        return state.count.reshape(1 if count_spec != P() else ())
+        return state.count.reshape((1,) if count_spec else ())
 
     sharded = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(P("x"), P("x")),
-        out_specs=count_spec,
+        out_specs=count_spec or P(),
         axis_names=set(manual),
     )
     specs = {"w": P("x"), "number": P("x")}
