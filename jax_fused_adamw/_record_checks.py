@@ -36,7 +36,7 @@ def optimizers(tx: Any) -> dict[str, FusedAdamW]:
             raise TypeError(
                 f"TrainingRecord: expected {where} as jfa.fused_adamw made it, got "
                 f"{type(optimizer).__name__}; of a wrapper (accumulate, chain) "
-                "pass the one inside"
+                "pass the one inside, of inject_hyperparams one with its options"
             )
     return dict(named)
 
@@ -48,8 +48,8 @@ def check_states(named: Mapping[str, FusedAdamW], tree: Any) -> None:
         raise ValueError(
             f"TrainingRecord: expected the state of each optimizer of tx, "
             f"{list(named)}, and the tree has {found} FusedAdamWState: save what "
-            "tx.init and the step returned with the rest, or make the record "
-            "without tx"
+            "tx.init and the step returned with the rest (of Flax nnx, "
+            "optimizer.opt_state), or make the record without tx"
         )
 
 

@@ -98,7 +98,26 @@ def is_empty(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and 0 in leaf.shape
 
 
-def storable(leaf: Any) -> Any:
+def storable(tree: Any) -> Any:
+    """The tree that orbax is given: of the leaves' names, in containers it can read.
+
+    A node of another type becomes a dict of what has leaves in it. Orbax would save the
+    others, as the bookkeeping in a list of Flax nnx, and not find its way back past
+    one with a name beside numbered ones.
+    """
+    keyed, level = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: x is not tree
+    )
+    if keyed and keyed[0][1] is tree:
+        return _storable_leaf(tree)
+    if tree is None or isinstance(tree, dict | list | tuple):
+        return jax.tree.unflatten(level, [storable(child) for _, child in keyed])
+    return {
+        names(key)[0]: storable(child) for key, child in keyed if jax.tree.leaves(child)
+    }
+
+
+def _storable_leaf(leaf: Any) -> Any:
     if is_empty(leaf):
         return None
     return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf

@@ -121,6 +121,7 @@ class TrainingRecord:
         Raises:
           ValueError: a step at or below the latest one. To go back, first remove those
             after it: ``record.wait()``, then ``record.manager.delete(step)`` for each.
+          PermissionError: a folder that cannot be written to.
           ValueError, TypeError: a leaf that no checkpoint can hold, by its path, as one
             whose replicas differ; a tree without the optimizer's state; a step that is
             no integer.
@@ -136,6 +137,7 @@ class TrainingRecord:
         if self._is_read_only:
             return False
         self._check_later(step, force)
+        self._check_writable()
         if not force and not self.manager.should_save(step):
             return False
         _record_leaves.check_storable(tree)
@@ -143,7 +145,7 @@ class TrainingRecord:
         args = _orbax().args
         about = _record_checks.about(self._optimizers, tree)
         items = {"about": args.JsonSave(about)}
-        stored = jax.tree.map(_record_leaves.storable, tree)
+        stored = _record_leaves.storable(tree)
         if jax.tree.leaves(stored):  # orbax takes no tree without any
             items["tree"] = args.StandardSave(stored)
         is_latest = step > (self.latest_step() or -1)
@@ -290,6 +292,15 @@ class TrainingRecord:
                 f"{self.manager.directory}, {latest}: max_to_keep is 1"
             )
 
+    def _check_writable(self) -> None:
+        """orbax finds out in the background, and keeps the process for minutes more."""
+        folder = str(self.manager.directory)
+        if "://" not in folder and not os.access(folder, os.W_OK):
+            raise PermissionError(
+                f"TrainingRecord: {folder} cannot be written to: mount it for writing, "
+                "or make a record in another folder"
+            )
+
     def _complete_step(self, step: int | None) -> int:
         step = self.latest_step() if step is None else _step_number(step)
         steps = self._steps()
@@ -347,7 +358,11 @@ class TrainingRecord:
             others = [other for other in self._steps() if other != step]
             told = "there is no other"
             if others:
-                told = f"restore(like, step=...) may have one of {others}"
+                told = (
+                    f"restore(like, step=...) may have one of {others}; to go on from "
+                    f"there, record.manager.delete({step}) first, or save refuses the "
+                    f"steps up to {step}"
+                )
             raise ValueError(
                 f"TrainingRecord: the checkpoint of step {step} in "
                 f"{self.manager.directory} is damaged, or was not saved by a "

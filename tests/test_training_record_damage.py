@@ -149,3 +149,25 @@ def test_a_record_without_checksums_is_restored(good, tmp_path):
     del checksums[next(iter(checksums))]
     about(folder).write_text(json.dumps(told | {"checksums": checksums}))
     assert outcome(folder) == "error"
+
+
+def test_goes_on_from_an_older_step_as_the_error_says(good, tmp_path):
+    shutil.copytree(good, tmp_path / "run")
+    (tmp_path / "run" / "3" / "tree" / "_METADATA").unlink()
+    with jfa.TrainingRecord(tmp_path / "run", TX) as record:
+        with pytest.raises(ValueError, match=r"one of \[1, 2\].*manager.delete\(3\)"):
+            record.restore(LIKE)
+        restored = record.restore(LIKE, step=2).tree
+        record.manager.delete(3)
+        assert record.save(3, restored)
+        assert_saved(record.restore(LIKE).tree)
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
+    """Nothing is left to orbax's threads, which would keep the process for minutes."""
+    with jfa.TrainingRecord(tmp_path, TX) as record:
+        monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+        with pytest.raises(PermissionError, match=f"{tmp_path} cannot be written"):
+            record.save(1, TREE)
+        monkeypatch.undo()
+        assert record.save(1, TREE)

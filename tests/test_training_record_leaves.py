@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import assert_same_bits, assert_within_ulp, plain_tx
 
 import jax_fused_adamw as jfa
@@ -345,3 +346,71 @@ def test_a_state_saved_with_fewer_fields_is_restored(tmp_path):
     old = {"state": {"mu": array, "gone": None}, "list": [array, None]}
     new = {"state": {"mu": array, "report": None}, "list": [array, None]}
     assert_same_bits(round_trip(tmp_path, old, new), new)
+
+
+class _Numbered:
+    """As a list of layers in Flax nnx: numbered children, and bookkeeping by name."""
+
+    def __init__(self, layers, about=()):
+        self.layers, self.about = layers, about
+
+
+def _children(node):
+    keyed = [(jax.tree_util.SequenceKey(i), x) for i, x in enumerate(node.layers)]
+    return [*keyed, (jax.tree_util.GetAttrKey("about"), node.about)], None
+
+
+jax.tree_util.register_pytree_with_keys(
+    _Numbered, _children, lambda _, children: _Numbered(children[:-1], children[-1])
+)
+
+
+@pytest.mark.parametrize("about", [(), jnp.full(2, 7.0)], ids=["nothing", "array"])
+def test_names_beside_numbers(about, tmp_path):
+    """Orbax saves what has both, and does not find its way back."""
+    tree = {"model": _Numbered([jnp.ones(2), {"b": np.zeros((0, 3))}], about)}
+    restored = round_trip(tmp_path, tree)
+    assert_same_bits(jax.tree.leaves(restored), jax.tree.leaves(tree))
+    assert jax.tree.structure(restored) == jax.tree.structure(tree)
+
+
+def test_flax_nnx(tmp_path):
+    """The module itself, or its state; and the optimizer goes on."""
+
+    class Model(nnx.Module):
+        def __init__(self, seed):
+            rngs = nnx.Rngs(seed)
+            self.layers = nnx.List([nnx.Linear(2, 2, rngs=rngs) for _ in range(12)])
+
+    tx = jfa.fused_adamw(0.1, in_place=True)
+
+    def start(seed):
+        model = Model(seed)
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def tree_of(model, optimizer):
+        state = nnx.state(model)
+        return {"model": state, "optimizer": optimizer.opt_state, "module": model}
+
+    (model, optimizer), (other, other_optimizer) = start(0), start(1)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    optimizer.update(model, grads)
+    like = tree_of(other, other_optimizer)
+    tree = round_trip(tmp_path, tree_of(model, optimizer), like, tx)
+    assert_same_bits(jax.tree.leaves(tree["module"]), jax.tree.leaves(model))
+    nnx.update(other, tree["model"])
+    other_optimizer.opt_state = tree["optimizer"]
+    for each, its in ((model, optimizer), (other, other_optimizer)):
+        its.update(each, grads)
+    expected, got = nnx.state(model), nnx.state(other)
+    assert_same_bits(jax.tree.leaves(got), jax.tree.leaves(expected))
+    assert other_optimizer.opt_state.count[...] == 2
+
+
+def test_the_state_of_nnx_without_ours_in_it(tmp_path):
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    tx = jfa.fused_adamw(0.1)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    with jfa.TrainingRecord(tmp_path, tx) as record:
+        with pytest.raises(ValueError, match="of Flax nnx, optimizer.opt_state"):
+            record.save(1, {"optimizer": nnx.state(optimizer)})
