@@ -18,6 +18,7 @@ from jax_fused_adamw._convert_torch_dict import (
     groups_of,
     hyperparams_of,
     moment,
+    names_of,
 )
 from jax_fused_adamw._hyperparams import current_learning_rate
 from jax_fused_adamw._leaf_options import resolve_lr_scale, resolve_mask
@@ -60,7 +61,9 @@ def from_torch(
       paths: the parameter of each of PyTorch's numbers, in the order of its
         ``param_groups``: the keys on the way to a leaf of ``params``, joined by "/", as
         in ``"dense/kernel"``. None takes the order of ``jax.tree.leaves(params)``,
-        which sorts the keys of dicts: PyTorch's order rarely is.
+        which sorts the keys of dicts: PyTorch's order rarely is. Where the dict has
+        ``param_names`` they say it, if they are the same but for dots between keys, and
+        ``paths`` must follow them; if they are others, ``paths`` is needed.
       changed: names of hyperparameters of ``fused_adamw`` that are meant to differ;
         never ``amsgrad``.
 
@@ -94,8 +97,8 @@ def from_torch(
     with _checks.speaking_as("from_torch"):
         options = options_of(tx)
         _checks.check_params(params)
-        order = _order_of(params, paths)
-        groups = list(groups_of(state_dict, len(order)))
+        groups = list(groups_of(state_dict, len(jax.tree.leaves(params))))
+        order = _order_of(params, paths, names_of(groups))
         entries = entries_of(state_dict["state"], groups, params, order)
         count = count_of(entries)
         of_leaves = _of_leaves(_hyperparams(options, count), options, params)
@@ -219,12 +222,16 @@ def _as_float(x: jax.Array) -> np.ndarray:
     return np.array(x, np.promote_types(x.dtype, np.float32))
 
 
-def _order_of(params: Any, paths: Sequence[str] | None) -> list[int]:
-    """The number among our leaves of each of PyTorch's parameters."""
+def _order_of(
+    params: Any, paths: Sequence[str] | None, names: Sequence[str] | None = None
+) -> list[int]:
+    """The number among our leaves of each of PyTorch's parameters, by its names."""
     known = [
         jax.tree_util.keystr(path, simple=True, separator="/")
         for path, _ in jax.tree_util.tree_leaves_with_path(params)
     ]
+    if names is not None:
+        paths = _follow(names, known, paths)
     if paths is None:
         return list(range(len(known)))
     _check_names(params, known)
@@ -240,6 +247,35 @@ def _order_of(params: Any, paths: Sequence[str] | None) -> list[int]:
             "order"
         )
     return [known.index(path) for path in paths]
+
+
+def _follow(
+    names: Sequence[str], known: Sequence[str], paths: Sequence[str] | None
+) -> Sequence[str]:
+    """The paths in the order of PyTorch's names, as far as these can tell."""
+    named = [name.replace(".", "/") for name in names]
+    is_told = sorted(named) == sorted(known)
+    if paths is None and (is_told or len(known) == 1):
+        return named if is_told else known
+    if paths is None:
+        raise ValueError(
+            f"fused_adamw: state_dict has the param_names {_some(names)}, params has "
+            f"the paths {_some(known)}: which belongs to which? Give paths=, the path "
+            "of each name in the order of the names"
+        )
+    paths = list(paths)
+    if is_told and sorted(paths) == sorted(named) and paths != named:
+        at = next(i for i, path in enumerate(paths) if path != named[i])
+        raise ValueError(
+            f"fused_adamw: paths[{at}] is {paths[at]!r}, and PyTorch's parameter there "
+            f"is {names[at]!r}, by param_names: leave paths out, or put it in that "
+            "order"
+        )
+    return paths
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{list(names[:4])}" + (" and more" if len(names) > 4 else "")
 
 
 def _check_names(params: Any, known: Sequence[str]) -> None:

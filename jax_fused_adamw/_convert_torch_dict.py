@@ -46,7 +46,8 @@ def groups_of(state_dict: Any, num_params: int) -> Iterator[Mapping[str, Any]]:
     if len(given) != num_params:
         raise ValueError(
             f"fused_adamw: state_dict is of {len(given)} parameters, params has "
-            f"{num_params} leaves"
+            f"{num_params} leaves; a tied weight is one parameter there, and what the "
+            "optimizer did not get is none"
         )
     _check_numbers(state_dict["state"], given)
     yield from groups
@@ -88,6 +89,24 @@ def _check_group(name: str, group: Any) -> None:
         raise ValueError(
             f"fused_adamw: {name} has bias_correction=False, which has no equal here"
         )
+
+
+def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
+    """PyTorch's names of the parameters, where it was told of them.
+
+    Its optimizers save ``param_names`` if made from ``named_parameters()``, since 2.6.
+    """
+    names = [group.get("param_names") for group in groups]
+    if not names or None in names:
+        return None
+    for number, (group, its_names) in enumerate(zip(groups, names, strict=True)):
+        is_list = isinstance(its_names, Sequence) and not isinstance(its_names, str)
+        if not is_list or len(its_names) != len(group["params"]):
+            raise ValueError(
+                f"fused_adamw: param_names of param_groups[{number}] is {its_names!r}, "
+                f"expected a name of each of its {len(group['params'])} params"
+            )
+    return [str(name) for its_names in names for name in its_names]
 
 
 def _check_numbers(state: Any, given: Sequence[Any]) -> None:

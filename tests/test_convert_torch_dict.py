@@ -184,3 +184,56 @@ def test_leaves_of_one_joined_name_need_an_order():
     assert_same_bits(jfa.from_torch(state_dict, params, TX).mu, state.mu)
     with pytest.raises(ValueError, match=f"^from_torch: {told}"):
         jfa.from_torch(state_dict, params, TX, paths=paths)
+
+
+LAYERS = {str(i): jnp.full(2, float(i)) for i in range(12)}  # sorted: 0, 1, 10, 11, 2
+
+
+def with_names(names, paths=None, params=LAYERS):
+    """Moments are the layers' numbers, and PyTorch's order is that of the numbers."""
+    state = {
+        i: {"step": np.float32(3), "exp_avg": x, "exp_avg_sq": x}
+        for i, x in enumerate(np.full(2, float(i)) for i in range(len(names)))
+    }
+    group = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2)
+    numbers = list(range(len(names)))
+    half = len(names) // 2
+    groups = [
+        group | {"params": numbers[part], "param_names": names[part]}
+        for part in (slice(half), slice(half, None))
+    ]
+    state_dict = {"state": state, "param_groups": groups}
+    return jfa.from_torch(state_dict, params, TX, paths=paths)
+
+
+def test_param_names_tell_the_order():
+    assert_same_bits(with_names(list(LAYERS)).mu, LAYERS)
+    nested = {"net": LAYERS}
+    state = with_names([f"net.{name}" for name in LAYERS], params=nested)
+    assert_same_bits(state.nu, nested)
+    other = [f"{name}.weight" for name in LAYERS]
+    assert_same_bits(with_names(other, paths=list(LAYERS)).mu, LAYERS)
+
+
+@pytest.mark.parametrize(
+    "names, paths, told",
+    [
+        ([f"{i}.weight" for i in range(12)], None, r"'0.weight', .*and more.*paths="),
+        (list(LAYERS), sorted(LAYERS), r"paths\[2\] is '10', .* there is '2'"),
+        ("abcdefghijkl", None, "param_names of param_groups.0. is 'abcdef'"),
+    ],
+    ids=["others", "another order", "a string"],
+)
+def test_param_names_that_leave_the_order_open(names, paths, told):
+    with pytest.raises(ValueError, match=f"^from_torch: .*{told}"):
+        with_names(names, paths)
+
+
+def test_param_names_of_another_number():
+    state_dict = good_dict()
+    state_dict["param_groups"][0]["param_names"] = ["b"]
+    with pytest.raises(ValueError, match="expected a name of each of its 2 params"):
+        jfa.from_torch(state_dict, PARAMS, TX)
+    state_dict["param_groups"][0]["param_names"] = ["w", "b"]
+    with pytest.raises(ValueError, match=r"exp_avg of params.*b.* has shape \(3, 2\)"):
+        jfa.from_torch(state_dict, PARAMS, TX)
