@@ -205,6 +205,7 @@ def _update(
         remedy = "gradients of the parameters given to init"
         _checks.check_same_tree("grads", updates, state.acc_grads, remedy)
         _checks.check_shapes("grads", updates, state.acc_grads)
+        _checks.check_memory({"grads": updates})
         skip = skip_update_operand(skip_update)
         check_weight(weight)
         check_gradient_scale(gradient_scale)

@@ -15,11 +15,10 @@ from jax_fused_adamw._leaf_options import (
     check_mask_values,
     is_function,
 )
-from jax_fused_adamw._options import Options
+from jax_fused_adamw._options import AMSGRAD, Options
 from jax_fused_adamw._transform import FusedAdamW, make_transformation
 
 _STOCHASTIC_ROUNDING = {False: "off", True: "moments", "params": "params"}
-_AMSGRAD = {False: "off", True: "uncorrected", "optax": "corrected"}
 
 
 def fused_adamw(
@@ -95,7 +94,8 @@ def fused_adamw(
     ``nu_dtype`` say, needs neither master nor copy, and is updated in a kernel call
     beside that of the others. Hyperparameters that the host knows act on it unrounded,
     traced ones as float32. Norms stay float32, and a finite gradient beyond float32
-    enters them as the largest float32.
+    enters them as the largest float32, before ``gradient_scale`` divides it: a clip by
+    such a norm leaves more than ``max_grad_norm``. Keep scaled gradients below 3.4e38.
 
     What is kept besides may be of lower precision, or of higher:
 
@@ -354,7 +354,7 @@ def fused_adamw(
             mask=mask,
             lr_scale=lr_scale,
             nesterov=bool(nesterov),
-            amsgrad=_checks.choose("amsgrad", amsgrad, _AMSGRAD),
+            amsgrad=_checks.choose("amsgrad", amsgrad, AMSGRAD),
             clip=clip,
             max_grad=max_grad,
             skip_nonfinite=bool(skip_nonfinite),

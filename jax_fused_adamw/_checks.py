@@ -44,10 +44,13 @@ def check_params(params: Any) -> None:
         _check_leaf_dtype("params", path, leaf, _PARAM_REMEDY)
 
 
-_PARAM_REMEDY = (
-    "cast it to float32, or keep it out of the optimizer with optax.masked or "
-    "optax.multi_transform"
+_CONVERT = "convert it with jnp.asarray"
+_NO_FLOAT = (
+    "keep it out of the optimizer: of Flax nnx pass nnx.state(model, nnx.Param), of an "
+    "Equinox module eqx.filter(module, eqx.is_inexact_array), of other trees use "
+    "optax.masked or optax.multi_transform"
 )
+_PARAM_REMEDY = f"cast it to float32, or {_NO_FLOAT}"
 _GRAD_REMEDY = "cast the gradient, or take it with respect to float parameters"
 
 
@@ -59,13 +62,15 @@ def _check_leaf_dtype(tree: str, path: Any, leaf: Any, remedy: str) -> None:
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         raise TypeError(
             f"fused_adamw: {name} is {leaf!r} of type {type(leaf).__name__}, expected "
-            f"an array of {names}; convert it with jnp.asarray"
+            f"an array of {names}; {_NO_FLOAT if callable(leaf) else _CONVERT}"
         )
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) or (
         np.dtype(leaf.dtype) not in map(np.dtype, allowed)
     ):
         if leaf.dtype == np.float64 and tree == "params":
             remedy = f"set jax_enable_x64 for float64, or {remedy}"
+        elif tree == "params" and not jnp.issubdtype(leaf.dtype, jnp.floating):
+            remedy = _NO_FLOAT
         raise TypeError(
             f"fused_adamw: {name} has dtype {leaf.dtype}, expected {names}; {remedy}"
         )
@@ -232,16 +237,20 @@ def check_concrete(name: str, tree: Any) -> None:
             )
 
 
-def check_memory(trees: dict[str, Any]) -> None:
+_TO_DEVICE = (
+    "inside jit, jax.device_put(x, jax.memory.Space.Device) brings it there before the "
+    "step, and jax.memory.Space.Host back afterwards"
+)
+
+
+def check_memory(trees: dict[str, Any], advice: str = _TO_DEVICE) -> None:
     """Raises ValueError for a leaf in host memory, where no kernel may reach it."""
     for name, tree in trees.items():
         for path, leaf in tree_leaves_with_path(tree):
             if jax.typeof(leaf).memory_space == jax.memory.Space.Host:
                 raise ValueError(
                     f"fused_adamw: {leaf_name(name, path)} lies in host memory, "
-                    "expected device memory: inside jit, jax.device_put(x, "
-                    "jax.memory.Space.Device) brings it there before the step, and "
-                    "jax.memory.Space.Host back afterwards"
+                    f"expected device memory: {advice}"
                 )
 
 
@@ -276,7 +285,9 @@ _WHY_NOT = {
 }
 
 
-def dtype_name(name: str, dtype: Any, allowed: tuple[str, ...]) -> str | None:
+def dtype_name(
+    name: str, dtype: Any, allowed: tuple[str, ...], or_none: bool = True
+) -> str | None:
     """An option's dtype by name; raises unless it is None or among the allowed."""
     if dtype is None:
         return None
@@ -287,7 +298,8 @@ def dtype_name(name: str, dtype: Any, allowed: tuple[str, ...]) -> str | None:
     if got not in allowed:
         reason = _WHY_NOT.get((name, got), "")
         raise ValueError(
-            f"fused_adamw: {name} must be None or one of {list(allowed)}, got {got}"
+            f"fused_adamw: {name} must be {'None or ' if or_none else ''}one of "
+            f"{list(allowed)}, got {got}"
             f"{reason}"
         )
     return got

@@ -114,11 +114,11 @@ def value_and_grad(
     """
     with _checks.speaking_as("value_and_grad"):
         _checks.check_static("compute_dtype", compute_dtype)
+        if compute_dtype is None:
+            raise TypeError("fused_adamw: compute_dtype must be bfloat16 or float16")
         dtype = _checks.dtype_name(
-            "compute_dtype", compute_dtype, _checks.COMPUTE_DTYPES
+            "compute_dtype", compute_dtype, _checks.COMPUTE_DTYPES, or_none=False
         )
-    if dtype is None:
-        raise TypeError("value_and_grad: compute_dtype must be bfloat16 or float16")
     differentiated = jax.value_and_grad(fun, argnums, has_aux)
     is_single = np.ndim(argnums) == 0
     places = tuple(np.ravel(argnums).tolist())

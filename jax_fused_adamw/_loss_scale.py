@@ -237,9 +237,13 @@ jax.tree_util.register_pytree_with_keys(
 
 def _finite_operand(report: Any, finite: Any) -> Any:
     if (report is None) == (finite is None):
+        neither = (
+            "neither (state.report is None without max_grad_norm or skip_nonfinite: "
+            "pass jfa.grad_stats(grads, scale))"
+        )
         raise TypeError(
             "DynamicLossScale.update: expected either a GradReport or finite=, got "
-            + ("neither" if report is None else "both")
+            + (neither if report is None else "both")
         )
     if report is None:
         if np.dtype(getattr(finite, "dtype", type(finite))) != np.bool_:

@@ -9,6 +9,7 @@ import numpy as np
 from jax_fused_adamw import _checks
 from jax_fused_adamw._alias import fused_adamw
 from jax_fused_adamw._options import options_of
+from jax_fused_adamw._primitives import LEAF_DTYPES_X64
 from jax_fused_adamw._shardings import state_shardings
 
 
@@ -62,8 +63,8 @@ def memory_estimate(
       A :class:`MemoryEstimate`.
 
     Raises:
-      TypeError: a leaf that :func:`fused_adamw` does not take, named by its path, or an
-        unknown option.
+      TypeError, ValueError: a leaf that :func:`fused_adamw` does not take, named by its
+        path, a ``grad_dtype`` that it does not take, or an unknown option.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -81,6 +82,8 @@ def memory_estimate(
     """
     with _checks.speaking_as("memory_estimate"):
         _checks.check_params(params)
+        dtypes = tuple(np.dtype(x).name for x in LEAF_DTYPES_X64)
+        grad_dtype = _checks.dtype_name("grad_dtype", grad_dtype, dtypes)
     tx = fused_adamw(**{"learning_rate": 0.0, **options})
     params = jax.tree.map(_placed, params)
     shardings = jax.tree.map(lambda x: x.sharding, params)

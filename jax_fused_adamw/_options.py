@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 from jax_fused_adamw._hyperparams import ScalarOrSchedule
 from jax_fused_adamw._stats import GradReport
 
+# What an option is called inside, by what it is given as.
+AMSGRAD = {False: "off", True: "uncorrected", "optax": "corrected"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -39,6 +42,11 @@ class Options:
     implementation: str
 
     @property
+    def given_amsgrad(self) -> bool | str:
+        """The argument of ``fused_adamw``."""
+        return {kind: given for given, kind in AMSGRAD.items()}[self.amsgrad]
+
+    @property
     def analyses(self) -> bool:
         """Whether a step needs statistics of its gradients."""
         return self.clip == "norm" or self.skip_nonfinite
@@ -69,8 +77,9 @@ def options_of(tx: Any) -> Options:
     given = getattr(getattr(tx, "update", None), "args", ())  # of its partial
     if not (given and isinstance(given[0], Options)):
         raise TypeError(
-            f"fused_adamw: expected tx as jfa.fused_adamw made it, got {tx!r}; of a "
-            "wrapper (chain, accumulate, inject_hyperparams) pass the one inside"
+            f"fused_adamw: expected tx as jfa.fused_adamw made it, got "
+            f"{type(tx).__name__}; of a wrapper (chain, accumulate) pass the one "
+            "inside, of inject_hyperparams one with its options"
         )
     return given[0]
 

@@ -43,7 +43,6 @@ _ROUNDED = {"learning_rate", "eps", "eps_root", "weight_decay"}
 _ROUNDED |= {"max_grad_norm", "max_grad_value"}
 # A value is also that of all deeper paths.
 _FOR_NONE: dict[str, dict[str, Any]] = {"mask": {"": True}, "lr_scale": {"": 1.0}}
-_AMSGRAD = {"off": False, "uncorrected": True, "corrected": "optax"}
 
 
 def recorded(options: Options) -> dict[str, Any]:
@@ -63,7 +62,7 @@ def recorded(options: Options) -> dict[str, Any]:
         "mask": _tree(options.mask, bool),
         "lr_scale": _tree(options.lr_scale, float),
         "nesterov": options.nesterov,
-        "amsgrad": _AMSGRAD[options.amsgrad],
+        "amsgrad": options.given_amsgrad,
         "maximize": options.maximize,
         "mu_dtype": options.mu_dtype,
         "nu_dtype": options.nu_dtype,

@@ -207,6 +207,10 @@ def _check_names(
 def init_state(options: Options, params: Any) -> FusedAdamWState:
     """The state before the first step; for params None, that of no parameters."""
     _checks.check_params(params)
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
+        # Outside of jit, JAX would look for zeros there, and not find them.
+        advice = "jax.jit(tx.init)(params) makes the state in device memory"
+        _checks.check_memory({"params": params}, advice)
 
     def zeros(dtype: str) -> Any:
         # One buffer a leaf: donating the state must never donate a buffer twice.
@@ -255,7 +259,7 @@ def check_state(options: Options, state: FusedAdamWState, params: Any) -> None:
     """Raises unless ``state`` is one of these options for these parameters."""
     dtypes = options.state_dtypes
     told = {
-        "nu_max": f"amsgrad is {options.amsgrad!r}",
+        "nu_max": f"amsgrad is {options.given_amsgrad!r}",
         "master": f"master_weights is {options.master_weights}",
         "ema": f"ema_decay is {options.ema_decay}",
         "compute": f"compute_dtype is {options.compute_dtype}",
@@ -354,11 +358,14 @@ def map_beside(
     def call(path: Any, leaf: Any, param: Any) -> Any:
         if is_empty(leaf):
             return leaf
-        if getattr(param, "shape", None) != leaf.shape:
+        shape = getattr(param, "shape", None)
+        if shape != leaf.shape:
+            kind = type(param).__name__
+            its = f"a {kind}" if shape is None else f"of shape {shape}"
             raise ValueError(
                 f"fused_adamw: {_checks.leaf_name(f'state.{name}', path)} has shape "
-                f"{leaf.shape}, its parameter is {param!r}; pass the parameters that "
-                "the state belongs to"
+                f"{leaf.shape}, its parameter is {its}; pass the parameters that the "
+                "state belongs to"
             )
         return function(path, leaf, param)
 

@@ -117,7 +117,7 @@ def grad_stats(
       grads: a tree of float32, bfloat16, float16 or, with ``jax_enable_x64``, float64
         leaves of any shape; ``None`` and ``optax.MaskedNode`` are not counted. float64
         elements are rounded to float32 first, finite ones beyond it to the largest
-        float32. Never written.
+        float32, and divided then. Never written.
       gradient_scale: the loss scale that the gradients carry. One that is not positive
         and finite makes every element count as NaN.
       per_leaf: also return the statistics of each leaf.

@@ -114,7 +114,7 @@ BAD_CALLS = {
         TypeError,
         "FusedAdamWState",
     ),
-    "state with nu_max": (dict(state=AMSGRAD_STATE), ValueError, "amsgrad is 'off'"),
+    "state with nu_max": (dict(state=AMSGRAD_STATE), ValueError, "amsgrad is False"),
     "state of another tree": (
         dict(state=jfa.fused_adamw(1e-3).init({"other": jnp.ones(2)})),
         ValueError,
@@ -305,3 +305,47 @@ def accumulate_once(grads, params=1.0, **extra):
     tx = jfa.accumulate(jfa.fused_adamw(0.1), 1)
     given = None if params is None else jnp.ones(2)
     return tx.update(grads, tx.init(jnp.ones(2)), given, **extra)
+
+
+@pytest.mark.parametrize(
+    "leaf, remedy",
+    [
+        (jax.nn.relu, r"keep it out of the optimizer: .*nnx.Param.*eqx.filter"),
+        (jnp.ones(2, jnp.uint32), r"dtype uint32.*; keep it out .*optax.masked"),
+        (jax.random.key(0), r"dtype key<fry>.*; keep it out"),
+        (jnp.ones(2, jnp.float8_e4m3fn), "cast it to float32"),
+        (1.0, "convert it with jnp.asarray"),
+    ],
+    ids=["function", "integers", "key", "float8", "number"],
+)
+@pytest.mark.parametrize("use", [jfa.fused_adamw(0.1).init, jfa.memory_estimate])
+def test_what_is_no_parameter(use, leaf, remedy):
+    with pytest.raises(TypeError, match=rf"params\['a'\] .*{remedy}"):
+        use({"a": leaf})
+
+
+def test_of_another_option_or_shape():
+    params = {"a": jnp.ones(2)}
+    state = jfa.fused_adamw(0.1, compute_dtype=jnp.bfloat16).init(params)
+    with pytest.raises(ValueError, match="its parameter is of shape .3,.;"):
+        jfa.compute_params(state, {"a": jnp.ones(3)})
+    with pytest.raises(ValueError, match="its parameter is a float;"):
+        jfa.compute_params(state, {"a": 1.0})
+    for amsgrad in (True, "optax"):
+        tx = jfa.fused_adamw(0.1, amsgrad=amsgrad, compute_dtype=jnp.bfloat16)
+        with pytest.raises(ValueError, match=f"no nu_max, but amsgrad is {amsgrad!r}"):
+            jfa.step(tx, params, state, params)
+
+
+def test_what_is_not_given():
+    with pytest.raises(TypeError, match=r"neither .state.report is None without max_"):
+        jfa.DynamicLossScale().update(None)
+    for dtype in (None, jnp.float32):
+        with pytest.raises((TypeError, ValueError), match="must be .*bfloat16"):
+            jfa.value_and_grad(jnp.sum, compute_dtype=dtype)
+    for dtype in ("foo", jnp.int32):
+        with pytest.raises((TypeError, ValueError), match="^memory_estimate: grad_dty"):
+            jfa.memory_estimate({"a": jnp.ones(2)}, grad_dtype=dtype)
+    wrapper = jfa.accumulate(jfa.fused_adamw(0.1), 2)
+    with pytest.raises(TypeError, match="got GradientTransformationExtraArgs; of a"):
+        jfa.to_torch(wrapper.init({"a": jnp.ones(2)}), {"a": jnp.ones(2)}, wrapper)

@@ -146,3 +146,15 @@ def test_arrays_in_host_memory_are_refused(offloaded, wrap):
     grads = {"g": state.mu["w"]}
     with pytest.raises(ValueError, match=r"grad_stats: grads\['g'\] lies in host"):
         wrap(jfa.grad_stats)(grads)
+
+
+def test_host_memory_where_state_is_made_or_kept(offloaded):
+    _, state = offloaded
+    on_host, advice = state.mu, r"jax.jit\(tx.init\)\(params\)"
+    with pytest.raises(ValueError, match=rf"params\['b'\] lies in host.*{advice}"):
+        TX.init(on_host)
+    made = jax.jit(TX.init)(on_host)
+    assert made.mu["w"].sharding.memory_kind == "device"
+    tx = jfa.accumulate(TX, 2)
+    with pytest.raises(ValueError, match=r"accumulate: grads\['b'\] lies in host"):
+        jfa.step(tx, on_host, tx.init(VALUES), VALUES)

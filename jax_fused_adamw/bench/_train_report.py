@@ -91,12 +91,14 @@ def render_table(results: TrainResults) -> str:
         lines += [f"| {' | '.join(_readme_cells(row))} |" for row in model.rows]
     machine = results.machine
     versions = machine["versions"]
+    rows = [row for model in results.models for row in model.rows]
+    by_device = any(row.device_us is not None for row in rows)
     lines += [
         "",
         f"{machine['device']}, JAX {versions['jax']}, optax {versions['optax']}, "
         f"{machine['date'][:10]}; wall time, medians of {results.setting['samples']}. "
         "Optimizer: what the step takes longer than its gradients alone, as a share of "
-        "the step.",
+        f"the step{', both in device time' if by_device else ''}.",
     ]
     return "\n".join(lines) + "\n"
 
