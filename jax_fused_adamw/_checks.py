@@ -285,12 +285,19 @@ _WHY_NOT = {
 }
 
 
-def dtype_name(
-    name: str, dtype: Any, allowed: tuple[str, ...], or_none: bool = True
-) -> str | None:
+def dtype_name(name: str, dtype: Any, allowed: tuple[str, ...]) -> str | None:
     """An option's dtype by name; raises unless it is None or among the allowed."""
     if dtype is None:
         return None
+    return needed_dtype_name(name, dtype, allowed, "None or ")
+
+
+def needed_dtype_name(
+    name: str, dtype: Any, allowed: tuple[str, ...], also: str = ""
+) -> str:
+    """The name of one of the allowed dtypes; ``also`` is told before them."""
+    if dtype is None:  # of which NumPy makes float64
+        raise TypeError(f"fused_adamw: {name} must be one of {list(allowed)}, got None")
     try:
         got = np.dtype(dtype).name
     except TypeError as error:
@@ -298,8 +305,7 @@ def dtype_name(
     if got not in allowed:
         reason = _WHY_NOT.get((name, got), "")
         raise ValueError(
-            f"fused_adamw: {name} must be {'None or ' if or_none else ''}one of "
-            f"{list(allowed)}, got {got}"
+            f"fused_adamw: {name} must be {also}one of {list(allowed)}, got {got}"
             f"{reason}"
         )
     return got

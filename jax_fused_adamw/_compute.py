@@ -114,10 +114,8 @@ def value_and_grad(
     """
     with _checks.speaking_as("value_and_grad"):
         _checks.check_static("compute_dtype", compute_dtype)
-        if compute_dtype is None:
-            raise TypeError("fused_adamw: compute_dtype must be bfloat16 or float16")
-        dtype = _checks.dtype_name(
-            "compute_dtype", compute_dtype, _checks.COMPUTE_DTYPES, or_none=False
+        dtype = _checks.needed_dtype_name(
+            "compute_dtype", compute_dtype, _checks.COMPUTE_DTYPES
         )
     differentiated = jax.value_and_grad(fun, argnums, has_aux)
     is_single = np.ndim(argnums) == 0

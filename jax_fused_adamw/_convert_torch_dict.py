@@ -96,17 +96,19 @@ def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
 
     Its optimizers save ``param_names`` if made from ``named_parameters()``, since 2.6.
     """
-    names = [group.get("param_names") for group in groups]
-    if not names or None in names:
+    if not all(group.get("param_names") is not None for group in groups):
         return None
-    for number, (group, its_names) in enumerate(zip(groups, names, strict=True)):
-        is_list = isinstance(its_names, Sequence) and not isinstance(its_names, str)
-        if not is_list or len(its_names) != len(group["params"]):
+    names: list[str] = []
+    for number, group in enumerate(groups):
+        given = group["param_names"]
+        is_list = isinstance(given, Sequence) and not isinstance(given, str)
+        if not is_list or len(given) != len(group["params"]):
             raise ValueError(
-                f"fused_adamw: param_names of param_groups[{number}] is {its_names!r}, "
+                f"fused_adamw: param_names of param_groups[{number}] is {given!r}, "
                 f"expected a name of each of its {len(group['params'])} params"
             )
-    return [str(name) for its_names in names for name in its_names]
+        names += map(str, given)
+    return names
 
 
 def _check_numbers(state: Any, given: Sequence[Any]) -> None:

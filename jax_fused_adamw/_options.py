@@ -7,7 +7,11 @@ from jax_fused_adamw._hyperparams import ScalarOrSchedule
 from jax_fused_adamw._stats import GradReport
 
 # What an option is called inside, by what it is given as.
-AMSGRAD = {False: "off", True: "uncorrected", "optax": "corrected"}
+AMSGRAD: dict[bool | str, str] = {
+    False: "off",
+    True: "uncorrected",
+    "optax": "corrected",
+}
 
 
 @dataclasses.dataclass(frozen=True)
