@@ -18,6 +18,7 @@ from jax_fused_adamw._hyperparams import (
     skip_update_operand,
 )
 from jax_fused_adamw._options import options_of
+from jax_fused_adamw._replication import check_skips
 from jax_fused_adamw._shardings import placed_as, zeros_like
 from jax_fused_adamw._specs import ordered_axes
 from jax_fused_adamw._state import FusedAdamWState, follows_params, map_states
@@ -111,8 +112,9 @@ def accumulate(
       of each micro-batch, ``grad_stats(grads, gradient_scale)``.
     * others are passed to ``tx``: those of the window's last micro-batch.
 
-    Inside ``jax.shard_map`` a NaN on one device skips the window on all; the three
-    scalars must be the same on every device.
+    Inside ``jax.shard_map`` a NaN on one device skips the window on all; the scalars
+    must be the same on every device, which JAX knows of what ``psum`` or ``pmax``
+    returns.
 
     Args:
       tx: the transformation that takes the steps; ours, or one of optax. It is given
@@ -131,7 +133,7 @@ def accumulate(
 
     Raises:
       TypeError: ``every_k`` is not a Python integer; at ``update``: an argument of
-        another kind.
+        another kind, or one that varies inside of a ``shard_map``.
       ValueError: ``every_k`` below 1; at ``update``: another tree or shape.
 
     Examples:
@@ -209,8 +211,12 @@ def _update(
         skip = skip_update_operand(skip_update)
         check_weight(weight)
         check_gradient_scale(gradient_scale)
-    if report is not None:
-        skip = skip | _has_nonfinite(report)
+        scalars = {"weight": weight, "gradient_scale": gradient_scale}
+        bad = {} if report is None else {"report": _has_nonfinite(report)}
+        # Of a lax.cond that not all devices take, the others would wait for ever.
+        decisions = {"skip_update": skip, **bad, **scalars}
+        check_skips(decisions, {"mini_step": state.mini_step})
+    skip = functools.reduce(jnp.logical_or, bad.values(), skip)
     pending = _add(updates, state, weight, gradient_scale, skip)
     # Not ==: a window may have been saved with a larger every_k.
     is_last = pending.mini_step >= every_k

@@ -62,8 +62,9 @@ def from_torch(
         ``param_groups``: the keys on the way to a leaf of ``params``, joined by "/", as
         in ``"dense/kernel"``. None takes the order of ``jax.tree.leaves(params)``,
         which sorts the keys of dicts: PyTorch's order rarely is. Where the dict has
-        ``param_names`` they say it, if they are the same but for dots between keys, and
-        ``paths`` must follow them; if they are others, ``paths`` is needed.
+        ``param_names`` and they are our paths, with dots or "/" between keys, they give
+        the order, and ``paths`` must not have another; where they are others, ``paths``
+        is needed, but for ``params`` that are a list.
       changed: names of hyperparameters of ``fused_adamw`` that are meant to differ;
         never ``amsgrad``.
 
@@ -230,10 +231,17 @@ def _order_of(
         jax.tree_util.keystr(path, simple=True, separator="/")
         for path, _ in jax.tree_util.tree_leaves_with_path(params)
     ]
-    if names is not None:
-        paths = _follow(names, known, paths)
+    named = None if names is None else _paths_of(names, known)
     if paths is None:
-        return list(range(len(known)))
+        if names is not None and named is None and not _has_order(params):
+            raise ValueError(
+                f"fused_adamw: state_dict has the param_names {_some(names)}, params "
+                f"has the paths {_some(known)}: which belongs to which? Give paths=, "
+                "the path of each name in the order of the names"
+            )
+        return (
+            list(range(len(known))) if named is None else list(map(known.index, named))
+        )
     _check_names(params, known)
     paths = list(paths)
     unknown = [path for path in paths if path not in known]
@@ -246,32 +254,32 @@ def _order_of(
             f"fused_adamw: paths {what}; expected each of {known} once, in PyTorch's "
             "order"
         )
-    return [known.index(path) for path in paths]
-
-
-def _follow(
-    names: Sequence[str], known: Sequence[str], paths: Sequence[str] | None
-) -> Sequence[str]:
-    """The paths in the order of PyTorch's names, as far as these can tell."""
-    named = [name.replace(".", "/") for name in names]
-    is_told = sorted(named) == sorted(known)
-    if paths is None and (is_told or len(known) == 1):
-        return named if is_told else known
-    if paths is None:
-        raise ValueError(
-            f"fused_adamw: state_dict has the param_names {_some(names)}, params has "
-            f"the paths {_some(known)}: which belongs to which? Give paths=, the path "
-            "of each name in the order of the names"
-        )
-    paths = list(paths)
-    if is_told and sorted(paths) == sorted(named) and paths != named:
+    if named is not None and paths != named:
         at = next(i for i, path in enumerate(paths) if path != named[i])
         raise ValueError(
             f"fused_adamw: paths[{at}] is {paths[at]!r}, and PyTorch's parameter there "
-            f"is {names[at]!r}, by param_names: leave paths out, or put it in that "
+            f"is {named[at]!r}, by param_names: leave paths out, or put it in this "
             "order"
         )
-    return paths
+    return list(map(known.index, paths))
+
+
+def _paths_of(names: Sequence[str], known: Sequence[str]) -> list[str] | None:
+    """The path that each of PyTorch's names is, if each of them is one."""
+
+    def spelt(name: str) -> str:
+        return name.replace(".", "/")
+
+    paths = {spelt(path): path for path in known}
+    if len(paths) < len(known) or sorted(map(spelt, names)) != sorted(paths):
+        return None
+    return [paths[spelt(name)] for name in names]
+
+
+def _has_order(params: Any) -> bool:
+    """Whether its leaves are as they were given, not sorted."""
+    is_list = isinstance(params, list | tuple) and jax.tree_util.all_leaves(params)
+    return is_list or len(jax.tree.leaves(params)) == 1
 
 
 def _some(names: Sequence[str]) -> str:

@@ -101,8 +101,8 @@ def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
     names: list[str] = []
     for number, group in enumerate(groups):
         given = group["param_names"]
-        is_list = isinstance(given, Sequence) and not isinstance(given, str)
-        if not is_list or len(given) != len(group["params"]):
+        is_list = isinstance(given, (Sequence, np.ndarray))
+        if not is_list or isinstance(given, str) or len(given) != len(group["params"]):
             raise ValueError(
                 f"fused_adamw: param_names of param_groups[{number}] is {given!r}, "
                 f"expected a name of each of its {len(group['params'])} params"

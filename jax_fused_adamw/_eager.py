@@ -16,8 +16,9 @@ def run_eagerly(primitive: Primitive) -> None:
 
         bind.__name__ = bind.__qualname__ = primitive.name
         # What finds a NaN under jax.debug_nans calls a jitted function's operations one
-        # by one, but for the functions that JAX marks so for its own primitives. This
-        # one would be called again by its only operation, for ever.
+        # by one, but for the functions that JAX marks so for its own primitives (an
+        # attribute of no public interface). This one would be called again by its only
+        # operation, for ever.
         bind._apply_primitive = True  # type: ignore[attr-defined]
         return jax.jit(bind)
 

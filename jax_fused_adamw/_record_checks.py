@@ -1,5 +1,6 @@
 """What a checkpoint tells of itself, in JSON, and what of it differs from a new run."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -50,6 +51,19 @@ def check_states(named: Mapping[str, FusedAdamW], tree: Any) -> None:
             f"{list(named)}, and the tree has {found} FusedAdamWState: save what "
             "tx.init and the step returned with the rest (of Flax nnx, "
             "optimizer.opt_state), or make the record without tx"
+        )
+
+
+def check_writable(folder: str) -> None:
+    """Raises PermissionError for a folder that is there and cannot be written to.
+
+    orbax finds out in the background, and keeps the process for minutes more.
+    """
+    is_local = "://" not in folder and os.path.isdir(folder)
+    if is_local and not os.access(folder, os.W_OK):
+        raise PermissionError(
+            f"TrainingRecord: {folder} cannot be written to: mount it for writing, or "
+            "make a record in another folder"
         )
 
 

@@ -1,5 +1,6 @@
 """Leaves on their way into a checkpoint of orbax and back."""
 
+import collections
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 _PYTHON = (bool, int, float)  # in this order: True is an int, too
 _Shape = jax.ShapeDtypeStruct
 _INT64 = np.iinfo(np.int64)
+_CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict, list, tuple)
 # By orbax written in the background, where a failure comes late or never.
 _NOT_IN_ZARR = ("float128", "complex256", "uint2", "uint4")
 
@@ -98,26 +100,37 @@ def is_empty(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and 0 in leaf.shape
 
 
-def storable(tree: Any) -> Any:
-    """The tree that orbax is given: of the leaves' names, in containers it can read.
+def as_stored(tree: Any) -> Any:
+    """The tree that orbax is given: of the leaves' names, in containers that it reads.
 
-    A node of another type becomes a dict of what has leaves in it. Orbax would save the
-    others, as the bookkeeping in a list of Flax nnx, and not find its way back past
-    one with a name beside numbered ones.
+    Of a node of another type the leaves are in dicts. Orbax would save what else there
+    is, as the bookkeeping in a list of Flax nnx, and not find its way back past a name
+    beside numbers.
     """
     keyed, level = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda x: x is not tree
     )
     if keyed and keyed[0][1] is tree:
-        return _storable_leaf(tree)
-    if tree is None or isinstance(tree, dict | list | tuple):
-        return jax.tree.unflatten(level, [storable(child) for _, child in keyed])
-    return {
-        names(key)[0]: storable(child) for key, child in keyed if jax.tree.leaves(child)
-    }
+        return _stored_leaf(tree)
+    if tree is None or _is_plain(tree):
+        return jax.tree.unflatten(level, [as_stored(child) for _, child in keyed])
+    stored: dict[str, Any] = {}
+    for path, leaf in tree_leaves_with_path(tree):
+        *parents, last = names(path)
+        node = stored
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = _stored_leaf(leaf)
+    return stored
 
 
-def _storable_leaf(leaf: Any) -> Any:
+def _is_plain(node: Any) -> bool:
+    """Whether JAX rebuilds it of any children: subclasses may have their own way."""
+    is_named_tuple = isinstance(node, tuple) and hasattr(node, "_fields")
+    return is_named_tuple or type(node) in _CONTAINERS
+
+
+def _stored_leaf(leaf: Any) -> Any:
     if is_empty(leaf):
         return None
     return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf

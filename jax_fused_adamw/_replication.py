@@ -1,13 +1,13 @@
 """Which operands may differ between the devices of a shard_map."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 from jax.tree_util import tree_leaves_with_path
 
 from jax_fused_adamw._checks import leaf_name, params_with
-from jax_fused_adamw._specs import varying_axes
+from jax_fused_adamw._specs import ordered_axes, varying_axes
 
 
 def check_replication(
@@ -35,36 +35,39 @@ def check_replication(
             if differ:
                 raise TypeError(
                     f"fused_adamw: {leaf_name(name, path)} varies over the mesh axes "
-                    f"{_axes(leaf)} of this shard_map, its parameter over "
-                    f"{_axes(param)}: psum your gradients over {sorted(differ)}, or "
-                    "give parameters and state the same in_specs"
+                    f"{ordered_axes(leaf)} of this shard_map, its parameter over "
+                    f"{ordered_axes(param)}: psum your gradients over "
+                    f"{sorted(differ)}, or give parameters and state the same in_specs"
                 )
     for scalar in jax.tree.leaves(scalars):
         for path, param in named_params:
             if varying_axes(scalar) - varying_axes(param):
                 raise TypeError(
                     "fused_adamw: a scalar of the step (skip_update, gradient_scale or "
-                    f"a hyperparameter) varies over the mesh axes {_axes(scalar)}, "
-                    f"{leaf_name('params', path)} over {_axes(param)}: reduce the "
-                    "scalar over them first (psum, pmax)"
+                    "a hyperparameter) varies over the mesh axes "
+                    f"{ordered_axes(scalar)}, {leaf_name('params', path)} over "
+                    f"{ordered_axes(param)}: reduce the scalar over them first (psum, "
+                    "pmax)"
                 )
-    _check_that_counters_agree(scalars)
+    decisions = (scalars.skip_update, *scalars.nonfinite)
+    counters = (scalars.count, *scalars.skip_counters)
+    check_skips(
+        dict(zip(("skip_update", "report"), decisions)),
+        dict(zip(("count", "skipped", "consecutive"), counters)),
+    )
 
 
-def _check_that_counters_agree(scalars: Any) -> None:
-    """One device that skips alone would go on with a count of its own."""
-    names = ("count", "skipped", "consecutive")
-    for name, counter in zip(names, (scalars.count, *scalars.skip_counters)):
-        for skip in (scalars.skip_update, *scalars.nonfinite):
-            differ = tuple(sorted(varying_axes(skip) - varying_axes(counter)))
+def check_skips(decisions: Mapping[str, Any], counters: Mapping[str, Any]) -> None:
+    """Raises TypeError where devices that share a counter decide apart to skip."""
+    for name, decision in decisions.items():
+        for counter, count in counters.items():
+            differ = tuple(sorted(varying_axes(decision) - varying_axes(count)))
             if differ:
                 raise TypeError(
-                    "fused_adamw: what decides whether to skip (skip_update, a report) "
-                    f"varies over the mesh axes {_axes(skip)} of this shard_map, "
-                    f"state.{name} over {_axes(counter)}: all devices must skip "
-                    f"together, jax.lax.pmax(skip_update, {differ}) if any of them does"
+                    f"fused_adamw: {name} varies over the mesh axes "
+                    f"{ordered_axes(decision)} of this shard_map, state.{counter} over "
+                    f"{ordered_axes(count)}, and one device would skip alone: make it "
+                    f"one for all, as jax.lax.pmax(skip_update, {differ}) is, or, "
+                    f"where each device trains a model of its own, let state.{counter} "
+                    f"vary too: jax.lax.pcast(x, {differ}, to='varying')"
                 )
-
-
-def _axes(x: Any) -> str:
-    return str(sorted(varying_axes(x)))

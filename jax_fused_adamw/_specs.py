@@ -65,6 +65,8 @@ def even_sharding(mesh, placement, shape: tuple[int, ...]):
 
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes of an enclosing shard_map over which ``x`` may differ."""
+    if not isinstance(x, jax.Array):
+        return frozenset()
     manual = getattr(jax.typeof(x), "manual_axis_type", None)
     return getattr(manual, "varying", frozenset())
 

@@ -207,11 +207,16 @@ def _check_names(
 def init_state(options: Options, params: Any) -> FusedAdamWState:
     """The state before the first step; for params None, that of no parameters."""
     _checks.check_params(params)
-    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
-        # Outside of jit, JAX would look for zeros there, and not find them.
+    try:
+        return _new_state(options, params)
+    except ValueError:
+        # Outside of jit, JAX makes zeros elsewhere than it looks for them then.
         advice = "jax.jit(tx.init)(params) makes the state in device memory"
         _checks.check_memory({"params": params}, advice)
+        raise
 
+
+def _new_state(options: Options, params: Any) -> FusedAdamWState:
     def zeros(dtype: str) -> Any:
         # One buffer a leaf: donating the state must never donate a buffer twice.
         return zeros_like(

@@ -137,15 +137,15 @@ class TrainingRecord:
         if self._is_read_only:
             return False
         self._check_later(step, force)
-        self._check_writable()
         if not force and not self.manager.should_save(step):
             return False
+        _record_checks.check_writable(str(self.manager.directory))
         _record_leaves.check_storable(tree)
         _record_checks.check_states(self._optimizers, tree)
         args = _orbax().args
         about = _record_checks.about(self._optimizers, tree)
         items = {"about": args.JsonSave(about)}
-        stored = _record_leaves.storable(tree)
+        stored = _record_leaves.as_stored(tree)
         if jax.tree.leaves(stored):  # orbax takes no tree without any
             items["tree"] = args.StandardSave(stored)
         is_latest = step > (self.latest_step() or -1)
@@ -292,15 +292,6 @@ class TrainingRecord:
                 f"{self.manager.directory}, {latest}: max_to_keep is 1"
             )
 
-    def _check_writable(self) -> None:
-        """orbax finds out in the background, and keeps the process for minutes more."""
-        folder = str(self.manager.directory)
-        if "://" not in folder and not os.access(folder, os.W_OK):
-            raise PermissionError(
-                f"TrainingRecord: {folder} cannot be written to: mount it for writing, "
-                "or make a record in another folder"
-            )
-
     def _complete_step(self, step: int | None) -> int:
         step = self.latest_step() if step is None else _step_number(step)
         steps = self._steps()
@@ -358,10 +349,11 @@ class TrainingRecord:
             others = [other for other in self._steps() if other != step]
             told = "there is no other"
             if others:
-                told = (
-                    f"restore(like, step=...) may have one of {others}; to go on from "
-                    f"there, record.manager.delete({step}) first, or save refuses the "
-                    f"steps up to {step}"
+                told = f"restore(like, step=...) may have one of {others}"
+            if others and step > max(others) and not self._is_read_only:
+                told += (
+                    f", and to go on from there, first remove all after it, by "
+                    f"record.manager.delete({step}) and so on: save refuses lower steps"
                 )
             raise ValueError(
                 f"TrainingRecord: the checkpoint of step {step} in "

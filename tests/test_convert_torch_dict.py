@@ -208,11 +208,18 @@ def with_names(names, paths=None, params=LAYERS):
 
 def test_param_names_tell_the_order():
     assert_same_bits(with_names(list(LAYERS)).mu, LAYERS)
-    nested = {"net": LAYERS}
-    state = with_names([f"net.{name}" for name in LAYERS], params=nested)
-    assert_same_bits(state.nu, nested)
-    other = [f"{name}.weight" for name in LAYERS]
-    assert_same_bits(with_names(other, paths=list(LAYERS)).mu, LAYERS)
+    dotted = [f"net.{name}" for name in LAYERS]
+    for params in ({"net": LAYERS}, dict(zip(dotted, LAYERS.values()))):
+        assert_same_bits(with_names(dotted, params=params).nu, params)
+
+
+def test_param_names_of_another_spelling():
+    others = [f"{name}.weight" for name in LAYERS]
+    assert_same_bits(with_names(others, paths=list(LAYERS)).mu, LAYERS)
+    as_list = list(LAYERS.values())  # whose order is nobody's but the caller's
+    assert_same_bits(with_names(others, params=as_list).mu, as_list)
+    alone = {"w": jnp.zeros(2)}
+    assert_same_bits(with_names(["0.weight"], params=alone).mu, alone)
 
 
 @pytest.mark.parametrize(
@@ -220,13 +227,21 @@ def test_param_names_tell_the_order():
     [
         ([f"{i}.weight" for i in range(12)], None, r"'0.weight', .*and more.*paths="),
         (list(LAYERS), sorted(LAYERS), r"paths\[2\] is '10', .* there is '2'"),
+        (list(LAYERS), [0, *"abcdefghijk"], r"paths has 0, which is no parameter"),
         ("abcdefghijkl", None, "param_names of param_groups.0. is 'abcdef'"),
     ],
-    ids=["others", "another order", "a string"],
+    ids=["others", "another order", "no paths", "a string"],
 )
 def test_param_names_that_leave_the_order_open(names, paths, told):
     with pytest.raises(ValueError, match=f"^from_torch: .*{told}"):
         with_names(names, paths)
+
+
+def test_paths_that_swap_layers():
+    names = [f"{name}.weight" for name in LAYERS]
+    params = dict(zip(names, LAYERS.values()))
+    with pytest.raises(ValueError, match=r"paths\[0\] is '11.weight', .*'0.weight'"):
+        with_names(names, names[::-1], params)
 
 
 def test_param_names_of_another_number():

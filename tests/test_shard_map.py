@@ -126,31 +126,41 @@ def test_operands_must_vary_alike(varying, text, manual):
         jax.jit(sharded)(jnp.ones(8), jnp.ones((8, 8)))
 
 
-def _skip_on_one_device(manual, decide, count_spec=None):
-    """A step of sharded leaves; ``decide`` makes its keywords of each one's number."""
+COUNTERS = ("count", "skipped", "consecutive")
+
+
+def _skip_on_one_device(manual, decide, own=()):
+    """A step of sharded leaves, and each device's count.
+
+    Args:
+      manual: axes of the shard_map.
+      decide: makes keywords of the step of each device's number.
+      own: the counters that each device has for itself.
+    """
     mesh, tx = make_mesh("x", "y"), jfa.fused_adamw(0.1, skip_nonfinite=True)
     num_parts = mesh.shape["x"]
 
     def local(w, number):
         state = tx.init({"w": w})
-        if count_spec:
-            state = jax.tree.map(
-                lambda x: jax.lax.pcast(x, "x", to="varying") if x.ndim == 0 else x,
-                state,
-            )
+        vary = {x: jax.lax.pcast(getattr(state, x), "x", to="varying") for x in own}
+        state = state._replace(**vary)
         _, state = jfa.step(tx, {"w": w}, state, {"w": w}, **decide(number[0]))
-        return state.count.reshape((1,) if count_spec else ())
+        return state.count.reshape((1,) if own else ())
 
     sharded = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(P("x"), P("x")),
-        out_specs=count_spec or P(),
+        out_specs=P("x") if own else P(),
         axis_names=set(manual),
     )
     specs = {"w": P("x"), "number": P("x")}
     values = {"w": jnp.ones(8 * num_parts), "number": jnp.arange(num_parts)}
     return jax.jit(sharded)(*place(mesh, values, specs).values())
+
+
+def _own_skip(number):
+    return {"skip_update": number == 0}
 
 
 def _own_report(number):
@@ -159,15 +169,52 @@ def _own_report(number):
 
 
 @pytest.mark.parametrize("manual", ["xy", "x"])
-@pytest.mark.parametrize(
-    "decide", [lambda number: {"skip_update": number == 0}, _own_report]
-)
+@pytest.mark.parametrize("decide", [_own_skip, _own_report])
 def test_no_device_skips_alone(decide, manual):
     """Its count, declared the same on all of them, would silently stop being so."""
     with pytest.raises(
-        TypeError, match=r"varies over .*'x'.*state.count over \[\].*pmax"
+        TypeError, match=r"varies over .*'x'.*state.count over \(\).*pmax"
     ):
         _skip_on_one_device(manual, decide)
+
+
+@pytest.mark.parametrize("shared", COUNTERS)
+def test_every_counter_must_be_each_ones_own(shared):
+    own = [name for name in COUNTERS if name != shared]
+    with pytest.raises(TypeError, match=rf"state.{shared} over \(\).*pcast"):
+        _skip_on_one_device("xy", _own_skip, own)
+
+
+@pytest.mark.parametrize("manual", ["xy", "x"])
+@pytest.mark.parametrize(
+    "decision",
+    [
+        {"skip_update": lambda x: x == 0},
+        {"weight": lambda x: x},
+        {"gradient_scale": lambda x: x + 1},
+        {"report": lambda x: _own_report(x)["report"]},
+    ],
+    ids=list,
+)
+def test_a_window_is_one_for_all_devices(decision, manual):
+    """Of its lax.cond, devices that do not take it would leave the others waiting."""
+    tx, mesh = jfa.accumulate(jfa.fused_adamw(0.1), 1), make_mesh("x", "y")
+    ((name, of_number),) = decision.items()
+
+    def local(w, number):
+        extra = {name: of_number(number[0])}
+        return jfa.step(tx, {"w": w}, tx.init({"w": w}), {"w": w}, **extra)[0]["w"]
+
+    sharded = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P("x"), P("x")),
+        out_specs=P("x"),
+        axis_names=set(manual),
+    )
+    num_parts = mesh.shape["x"]
+    with pytest.raises(TypeError, match=f"^accumulate: {name} varies over .*mini_step"):
+        jax.jit(sharded)(jnp.ones(8 * num_parts), jnp.arange(num_parts))
 
 
 @pytest.mark.parametrize("manual", ["xy", "x"])
@@ -182,9 +229,7 @@ def test_all_devices_skip_where_one_would(manual):
 
 @pytest.mark.parametrize("manual", ["xy", "x"])
 def test_each_device_counts_its_own_training(manual):
-    counts = _skip_on_one_device(
-        manual, lambda number: {"skip_update": number == 0}, P("x")
-    )
+    counts = _skip_on_one_device(manual, _own_skip, COUNTERS)
     assert counts.tolist() == [0] + [1] * (len(counts) - 1)
 
 

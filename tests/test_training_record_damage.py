@@ -14,8 +14,9 @@ import pytest
 from damage_process import LIKE, TREE, TX, assert_saved, outcome
 
 import jax_fused_adamw as jfa
+from jax_fused_adamw import _record_checks
 
-pytest.importorskip("orbax.checkpoint", reason="it comes with the test extra")
+ocp = pytest.importorskip("orbax.checkpoint", reason="it comes with the test extra")
 
 
 @pytest.fixture(scope="module")
@@ -151,23 +152,50 @@ def test_a_record_without_checksums_is_restored(good, tmp_path):
     assert outcome(folder) == "error"
 
 
+def damaged(good, folder, step):
+    shutil.copytree(good, folder)
+    (folder / str(step) / "tree" / "_METADATA").unlink()
+    return folder
+
+
 def test_goes_on_from_an_older_step_as_the_error_says(good, tmp_path):
-    shutil.copytree(good, tmp_path / "run")
-    (tmp_path / "run" / "3" / "tree" / "_METADATA").unlink()
-    with jfa.TrainingRecord(tmp_path / "run", TX) as record:
+    with jfa.TrainingRecord(damaged(good, tmp_path / "run", 3), TX) as record:
         with pytest.raises(ValueError, match=r"one of \[1, 2\].*manager.delete\(3\)"):
             record.restore(LIKE)
-        restored = record.restore(LIKE, step=2).tree
-        record.manager.delete(3)
-        assert record.save(3, restored)
+        restored = record.restore(LIKE, step=1).tree
+        for step in (3, 2):
+            record.manager.delete(step)
+        assert record.save(2, restored)
         assert_saved(record.restore(LIKE).tree)
+
+
+@pytest.mark.parametrize("step, read_only", [(1, False), (2, False), (3, True)])
+def test_no_advice_to_delete_what_is_not_in_the_way(step, read_only, good, tmp_path):
+    options = ocp.CheckpointManagerOptions(read_only=read_only)
+    folder = damaged(good, tmp_path / "run", step)
+    with jfa.TrainingRecord(folder, TX, options) as record:
+        with pytest.raises(ValueError, match="may have one of") as error:
+            record.restore(LIKE, step=step)
+    assert "manager.delete" not in str(error.value)
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
     """Nothing is left to orbax's threads, which would keep the process for minutes."""
-    with jfa.TrainingRecord(tmp_path, TX) as record:
+    options = ocp.CheckpointManagerOptions(save_interval_steps=10)
+    with jfa.TrainingRecord(tmp_path, TX, options) as record:
+        record.save(10, TREE)
+        record.wait()
         monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
         with pytest.raises(PermissionError, match=f"{tmp_path} cannot be written"):
-            record.save(1, TREE)
+            record.save(20, TREE)
+        assert not record.save(11, TREE)  # a step that is left out
+        for elsewhere in ("gs://bucket/run", str(tmp_path / "not yet there")):
+            _record_checks.check_writable(elsewhere)
         monkeypatch.undo()
+        assert record.save(20, TREE)
+
+
+def test_a_folder_that_orbax_makes(tmp_path):
+    options = ocp.CheckpointManagerOptions(create=False)
+    with jfa.TrainingRecord(tmp_path / "later", TX, options) as record:
         assert record.save(1, TREE)

@@ -348,27 +348,52 @@ def test_a_state_saved_with_fewer_fields_is_restored(tmp_path):
     assert_same_bits(round_trip(tmp_path, old, new), new)
 
 
-class _Numbered:
-    """As a list of layers in Flax nnx: numbered children, and bookkeeping by name."""
+class _Node:
+    """A container of its own kind: children, and the keys that it gives them."""
 
-    def __init__(self, layers, about=()):
-        self.layers, self.about = layers, about
-
-
-def _children(node):
-    keyed = [(jax.tree_util.SequenceKey(i), x) for i, x in enumerate(node.layers)]
-    return [*keyed, (jax.tree_util.GetAttrKey("about"), node.about)], None
+    def __init__(self, children, keys):
+        self.children, self.keys = tuple(children), tuple(keys)
 
 
 jax.tree_util.register_pytree_with_keys(
-    _Numbered, _children, lambda _, children: _Numbered(children[:-1], children[-1])
+    _Node,
+    lambda node: (list(zip(node.keys, node.children)), node.keys),
+    lambda keys, children: _Node(children, keys),
 )
 
 
-@pytest.mark.parametrize("about", [(), jnp.full(2, 7.0)], ids=["nothing", "array"])
-def test_names_beside_numbers(about, tmp_path):
-    """Orbax saves what has both, and does not find its way back."""
-    tree = {"model": _Numbered([jnp.ones(2), {"b": np.zeros((0, 3))}], about)}
+class _Pair(dict):
+    """Of a class that JAX knows, and that takes nothing else for a child."""
+
+
+def _pair_of(_, children):
+    assert not any(type(child) is dict for child in children)
+    return _Pair(zip("ab", children))
+
+
+jax.tree_util.register_pytree_with_keys(
+    _Pair,
+    lambda pair: ([(jax.tree_util.DictKey(x), pair[x]) for x in "ab"], None),
+    _pair_of,
+)
+NUMBERS = [jax.tree_util.SequenceKey(i) for i in range(2)]
+NAMES = [jax.tree_util.GetAttrKey(name) for name in ("about", "child", "child")]
+ONE, TWO = jnp.full(2, 1.0), jnp.full(2, 2.0)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        _Node([ONE, {"b": np.zeros((0, 3))}, ()], [*NUMBERS, NAMES[0]]),
+        _Node([ONE, [TWO, None], ONE], [*NUMBERS, NAMES[0]]),
+        _Node([{"x": ONE}, {"y": TWO}], NAMES[1:]),
+        _Pair(a=ONE, b=_Node([TWO], NUMBERS[:1])),
+    ],
+    ids=["nothing by name", "an array by name", "one name twice", "own dict"],
+)
+def test_containers_of_other_kinds(node, tmp_path):
+    """Orbax saves names beside numbers, and does not find its way back."""
+    tree = {"model": node, "list": [ONE, (TWO, {"c": ONE})]}
     restored = round_trip(tmp_path, tree)
     assert_same_bits(jax.tree.leaves(restored), jax.tree.leaves(tree))
     assert jax.tree.structure(restored) == jax.tree.structure(tree)

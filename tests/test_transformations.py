@@ -154,7 +154,9 @@ def test_host_memory_where_state_is_made_or_kept(offloaded):
     with pytest.raises(ValueError, match=rf"params\['b'\] lies in host.*{advice}"):
         TX.init(on_host)
     made = jax.jit(TX.init)(on_host)
-    assert made.mu["w"].sharding.memory_kind == "device"
+    inside = jax.jit(lambda: TX.init(on_host))()  # which closes over them
+    for state in (made, inside):
+        assert state.mu["w"].sharding.memory_kind == "device"
     tx = jfa.accumulate(TX, 2)
     with pytest.raises(ValueError, match=r"accumulate: grads\['b'\] lies in host"):
         jfa.step(tx, on_host, tx.init(VALUES), VALUES)
