@@ -59,8 +59,7 @@ def check_writable(folder: str) -> None:
 
     orbax finds out in the background, and keeps the process for minutes more.
     """
-    is_local = "://" not in folder and os.path.isdir(folder)
-    if is_local and not os.access(folder, os.W_OK):
+    if os.path.isdir(folder) and not os.access(folder, os.W_OK):
         raise PermissionError(
             f"TrainingRecord: {folder} cannot be written to: mount it for writing, or "
             "make a record in another folder"

@@ -103,9 +103,10 @@ def is_empty(leaf: Any) -> bool:
 def as_stored(tree: Any) -> Any:
     """The tree that orbax is given: of the leaves' names, in containers that it reads.
 
-    Of a node of another type the leaves are in dicts. Orbax would save what else there
-    is, as the bookkeeping in a list of Flax nnx, and not find its way back past a name
-    beside numbers.
+    Those are as they were, so that orbax alone can restore into the tree. Of a node of
+    another type the leaves are in dicts: orbax would save what else there is, as the
+    bookkeeping in a list of Flax nnx, and not find its way back past a name beside
+    numbers.
     """
     keyed, level = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda x: x is not tree

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers import assert_same_bits
 from low_precision import (
     EVERYTHING,
@@ -209,3 +210,21 @@ def test_errors():
     with pytest.raises(ValueError, match=r"state.master\['b'\] has shape \(33,\)"):
         jfa.resync(state, PARAMS | {"b": jnp.ones(3, jnp.bfloat16)}, "params")
     assert jfa.master_mismatch(plain.init({}), {}) == {}
+
+
+def test_flax_nnx():
+    """Weights that were written outside of the step, as the README puts them back."""
+    tx = jfa.fused_adamw(0.1, master_weights=True, in_place=True)
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    model.kernel[...] = jnp.full((3, 2), 5.0, jnp.bfloat16)
+    params = nnx.as_pure(nnx.state(model, nnx.Param))
+    _, state = jfa.resync(nnx.as_pure(optimizer.opt_state), params, source="params")
+    structure = jax.tree.structure(optimizer.opt_state)
+    optimizer.opt_state = jax.tree.unflatten(structure, jax.tree.leaves(state))
+    expected, _ = tx.step(params, state, params)
+    grads = nnx.state(model, nnx.Param)
+    nnx.jit(lambda optimizer, model: optimizer.update(model, grads))(optimizer, model)
+    assert optimizer.opt_state.count[...] == 1
+    assert_same_bits(nnx.as_pure(nnx.state(model, nnx.Param)), expected)
+    assert float(model.kernel[0, 0]) < 5.0

@@ -20,7 +20,7 @@ from helpers import assert_same_bits, assert_within_ulp, plain_tx
 import jax_fused_adamw as jfa
 import jax_fused_adamw.flax
 
-pytest.importorskip("orbax.checkpoint", reason="it comes with the test extra")
+ocp = pytest.importorskip("orbax.checkpoint", reason="it comes with the test extra")
 
 
 def round_trip(folder, tree, like=None, tx=None):
@@ -439,3 +439,12 @@ def test_the_state_of_nnx_without_ours_in_it(tmp_path):
     with jfa.TrainingRecord(tmp_path, tx) as record:
         with pytest.raises(ValueError, match="of Flax nnx, optimizer.opt_state"):
             record.save(1, {"optimizer": nnx.state(optimizer)})
+
+
+def test_orbax_alone_restores_into_the_tree(tmp_path):
+    tx, params = jfa.fused_adamw(0.1), {"list": [ONE, (TWO, {"c": ONE})]}
+    tree = {"params": params, "state": tx.init(params)}
+    round_trip(tmp_path, tree, tx=tx)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "1" / "tree", tree)
+    assert_same_bits(restored, tree)
