@@ -411,15 +411,20 @@ def test_sharded_moments_are_copies_that_can_be_donated():
 
 
 def test_one_moment_after_the_other_is_copied_on_the_host():
-    """tracemalloc counts NumPy's arrays, and not JAX's."""
+    """tracemalloc counts NumPy's arrays, and not JAX's.
+
+    Those that happen to be aligned become JAX's without a copy on a CPU: what is left
+    at the end is the state itself.
+    """
     size, num = 100_000, 16
     params = {f"l{i:02}": jnp.ones(size) for i in range(num)}
     tx = jfa.fused_adamw(1e-3)
     state_dict = jfa.to_torch(tx.init(params), params, tx)
     tracemalloc.start()
     try:
-        jfa.from_torch(state_dict, params, tx)
-        _, peak = tracemalloc.get_traced_memory()
+        state = jfa.from_torch(state_dict, params, tx)
+        of_state, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 6 * 4 * size  # of 2 * num arrays
+    assert peak - of_state < 4 * 4 * size  # of 2 * num arrays
+    assert len(jax.tree.leaves((state.mu, state.nu))) == 2 * num
